@@ -1,0 +1,129 @@
+"""The device seam: what a step is, and what every executor promises.
+
+A device loads a `Program`, owns weights, KV storage and sampling state, and runs steps in the order
+they were submitted. One thread (the worker's) calls it. Rules:
+
+- `submit` queues a step and returns; `collect` waits for the oldest queued step. At most
+  `pipeline_depth + 1` steps are queued; a device with depth 0 computes inside `submit`.
+- A step allocates nothing that grows with the model or the batch: buffers are made by the
+  constructor for `Limits`.
+- A row's result does not depend on the other rows of its step, on how its prompt was cut into
+  chunks, or on the number of threads.
+- A failing row (NaN logits) is reported in `StepResult.ok` and harms nobody else. A device fault
+  raises `DeviceFaultError` from `submit` or `collect`; the device is then unusable.
+
+Seats: a sequence that is being computed holds one seat, 0 <= seat < max_seats, from its first row to
+its end or preemption. Per-seat state (sampling parameters, last sampled token, penalty counts) lives
+in the device under that index.
+"""
+
+from typing import Final, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ds4.errors import Ds4Error
+from ds4.generation import MAX_TOP_LOGPROBS, SamplingParams
+
+PAGE_TOKENS: Final = 16  # positions in one KV page, the same on every device
+PREVIOUS_SAMPLE: Final = -1  # as a token id: the token this seat sampled in its latest step
+
+
+class DeviceFaultError(Ds4Error):
+    """The device failed; nothing it was computing is valid and it must be rebuilt."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a device sizes its buffers for."""
+
+    max_rows: int  # token budget of a step, at least max_seats
+    max_seats: int
+    max_context_tokens: int  # of one sequence
+    num_pages: int  # KV pages of PAGE_TOKENS positions, all layers
+
+    @property
+    def max_pages_per_sequence(self) -> int:
+        """Columns of a page table."""
+        return -(-self.max_context_tokens // PAGE_TOKENS)
+
+
+class SeatParams(msgspec.Struct, frozen=True, kw_only=True):
+    """What a device keeps for one seat.
+
+    `history` [n] uint32: prompt and already generated ids (resume, preemption); ids from
+    `num_prompt_tokens` on are output and count for presence and frequency penalties. Tokens sampled
+    later are counted by the device itself. `suppressed_ids` are never drawn for a token whose position
+    in the sequence is below `suppress_below` (min_tokens).
+    """
+
+    sampling: SamplingParams
+    history: NDArray[np.uint32]
+    num_prompt_tokens: int
+    suppressed_ids: tuple[int, ...] = ()
+    suppress_below: int = 0
+
+
+class StepBatch:
+    """One step's input: fixed arrays that the runner fills and the device only reads.
+
+    The runner owns `pipeline_depth + 2` of them and reuses each only after its step was collected.
+    Rows are ordered by sequence; a sequence's rows are contiguous with ascending positions, and a
+    decode row is a sequence with one row. All arrays are int32, C-contiguous.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        rows, seats = limits.max_rows, limits.max_seats
+        self.num_rows = 0
+        self.token_ids = np.zeros(rows, np.int32)  # [num_rows]; PREVIOUS_SAMPLE allowed
+        self.positions = np.zeros(rows, np.int32)  # [num_rows]; 0-based in the sequence
+        self.num_sequences = 0
+        self.sequence_seats = np.zeros(seats, np.int32)  # [num_sequences]
+        self.sequence_starts = np.zeros(seats + 1, np.int32)  # [num_sequences + 1] row offsets
+        # [num_sequences, max_pages_per_sequence]; entries past the sequence's last page are undefined
+        self.page_tables = np.zeros((seats, limits.max_pages_per_sequence), np.int32)
+        self.num_samples = 0
+        self.sample_rows = np.zeros(
+            seats, np.int32
+        )  # [num_samples] ascending: rows whose next token is drawn
+        self.sample_seats = np.zeros(seats, np.int32)  # [num_samples] the seat of each
+
+
+class StepResult:
+    """One step's output, [num_samples] in the order of `StepBatch.sample_rows`.
+
+    The arrays belong to the device and are valid until the next `collect`.
+    """
+
+    def __init__(self, max_seats: int) -> None:
+        self.num_samples = 0
+        self.token_ids = np.zeros(max_seats, np.int32)
+        self.ok = np.zeros(max_seats, np.bool_)  # False: logits were not finite, token_ids is meaningless
+        # Only of seats that asked: natural log-probabilities at temperature 1, before any filter.
+        self.logprobs = np.zeros(max_seats, np.float32)
+        self.top_ids = np.zeros((max_seats, MAX_TOP_LOGPROBS), np.int32)  # best first
+        self.top_logprobs = np.zeros((max_seats, MAX_TOP_LOGPROBS), np.float32)
+        self.elapsed_s = 0.0  # device time of the step
+
+
+class Device(Protocol):
+    """An executor of programs. Constructed loaded, by `workers.devices.registry`."""
+
+    name: str
+    pipeline_depth: int
+
+    def seat(self, seat: int, params: SeatParams) -> None:
+        """Give `seat` to a new sequence before its first row is submitted."""
+        ...
+
+    def submit(self, batch: StepBatch) -> None:
+        """Queue one step. Raises DeviceFaultError."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Results of the oldest queued step, in submission order. Raises DeviceFaultError."""
+        ...
+
+    def close(self) -> None:
+        """Stop threads and free memory. Idempotent."""
+        ...
