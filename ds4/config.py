@@ -209,7 +209,7 @@ TABLE: Final[tuple[Setting, ...]] = (
         parse=_whole,
         low=1024,
         high=1 << 31,
-        help="largest request body; larger ones are answered 413",
+        help="largest request body in bytes; larger ones are answered 413",
     ),
     Setting(
         name="default_max_tokens",
