@@ -330,3 +330,9 @@ def as_environment(settings: Settings) -> dict[str, str]:
         if value != setting.default:
             out[setting.variable] = "1" if value is True else str(value)
     return out
+
+
+def child_environment(settings: Settings) -> dict[str, str]:
+    """The environment of this process, for a child that shall run under exactly these settings."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}  # noqa: TID251
+    return inherited | as_environment(settings)

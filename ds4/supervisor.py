@@ -1,0 +1,373 @@
+"""The all-in-one server: one worker and its front ends as children of this process.
+
+Owns the children, their listening sockets, the signals and the shared directory's life. Runs in
+the `ds4-server` process, in one thread, which does nothing else: no model, no ring, no requests.
+
+Each front end gets a listening socket of its own, bound here to the same address with
+SO_REUSEPORT, so the kernel spreads connections by hash. With one shared socket the process that
+wakes first takes a whole burst: of 64 connections at once, four front ends got 2, 7, 9 and 46,
+against 11, 15, 16 and 22 with a socket each, and a front end's slots are its own. This process
+keeps the sockets open, so what queued at a front end that died waits for its successor.
+"""
+
+import contextlib
+import ctypes
+import errno
+import http.client
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+import ds4
+from ds4.config import Settings, child_environment
+from ds4.errors import ConfigError
+from ds4.logs import setup_logging
+from ds4.models import resolve_model
+from ds4.shared_dir import clear_shared_directory, prepare_shared_directory
+
+_LOG: Final = logging.getLogger(__name__)
+
+EXIT_CONFIG: Final = 2
+BACKLOG: Final = 2048
+MAX_DEFAULT_FRONT_ENDS: Final = 8
+FIRST_DELAY_S: Final = 0.1
+LONGEST_DELAY_S: Final = 10.0
+HEALTHY_AFTER_S: Final = 10.0  # a child that lived this long starts again with the first delay
+MAX_FAILED_STARTS: Final = 6  # in a row, before the server was ever ready
+READY_POLL_S: Final = 0.1
+KILL_GRACE_S: Final = 5.0  # past the drain deadline, which the children keep themselves
+
+_PR_SET_PDEATHSIG: Final = 1
+_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How to start one child. `socket_fd` stays open across the start; the child must name it."""
+
+    name: str
+    command: tuple[str, ...]
+    socket_fd: int | None = None
+    is_worker: bool = False
+
+
+class Child:
+    """One child and its restarts. Owned and changed by the supervisor only."""
+
+    def __init__(self, spec: ChildSpec) -> None:
+        self.spec = spec
+        self.process: subprocess.Popen[bytes] | None = None
+        self.num_failures = 0
+        self.started_at = 0.0
+        self.restart_at = 0.0
+
+    @property
+    def running(self) -> bool:
+        """True until its end was noticed."""
+        return self.process is not None
+
+    def start(self, environment: dict[str, str]) -> None:
+        """Start it in a session of its own, so that Ctrl-C reaches the supervisor only."""
+        parent = os.getpid()
+        libc = ctypes.CDLL(None)
+
+        def die_with_parent() -> None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:  # it died before the line above
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        fds = () if self.spec.socket_fd is None else (self.spec.socket_fd,)
+        self.started_at = time.monotonic()
+        self.process = subprocess.Popen(
+            self.spec.command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            pass_fds=fds,
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # one thread here, so forking with Python code is sound
+        )
+        _LOG.info("started", extra={"child": self.spec.name, "child_pid": self.process.pid})
+
+    def ended(self) -> int | None:
+        """Its exit code (negative: the signal) if it has just ended; None while it runs."""
+        code = None if self.process is None else self.process.poll()
+        if code is not None:
+            self.process = None
+        return code
+
+    def schedule_restart(self) -> float:
+        """Choose when to start again, later with each failure in a row; the delay in seconds."""
+        now = time.monotonic()
+        self.num_failures = 1 if now - self.started_at >= HEALTHY_AFTER_S else self.num_failures + 1
+        delay = float(min(FIRST_DELAY_S * 2.0 ** (self.num_failures - 1), LONGEST_DELAY_S))
+        self.restart_at = now + delay
+        return delay
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal it, if it still runs."""
+        if self.process is not None:
+            self.process.send_signal(number)
+
+
+class Supervisor:
+    """Starts the children, restarts what dies, and ends them in order. One thread, one `run`."""
+
+    def __init__(
+        self,
+        children: Sequence[ChildSpec],
+        *,
+        environment: dict[str, str],
+        drain_timeout_s: float,
+        is_ready: Callable[[], bool],
+        on_ready: Callable[[], None],
+        listeners: Sequence[socket.socket] = (),
+    ) -> None:
+        self._children = [Child(spec) for spec in children]
+        self._environment = environment
+        self._drain_timeout_s = drain_timeout_s
+        self._is_ready = is_ready
+        self._on_ready = on_ready
+        self._listeners = listeners
+        self._was_ready = False
+        self._exit_code = 0
+
+    def run(self) -> int:
+        """Serve until a signal or a failure that restarting cannot cure; the exit code."""
+        with _wakeups() as wait:
+            for child in self._children:
+                child.start(self._environment)
+            stopped_by = self._watch(wait)
+            if stopped_by is not None and self._exit_code == 0:
+                _LOG.info("draining", extra={"signal": stopped_by.name})
+            for listener in self._listeners:
+                listener.close()
+            # Front ends first: the worker must outlive the streams it feeds.
+            fronts = [child for child in self._children if not child.spec.is_worker]
+            workers = [child for child in self._children if child.spec.is_worker]
+            for group in (fronts, workers):
+                if not self._stop(group, wait):
+                    self._kill_all()
+                    return 128 + int(signal.SIGTERM)
+        return self._exit_code
+
+    def _watch(self, wait: "Wait") -> signal.Signals | None:
+        """Restart what ends. Returns at a stop signal, or None after a failure that is final."""
+        while True:
+            signals = wait(self._next_deadline())
+            for number in signals:
+                if number in _STOP_SIGNALS:
+                    return number
+            for child in self._children:
+                code = child.ended()
+                if code is not None and not self._restart(child, code):
+                    return None
+                if not child.running and time.monotonic() >= child.restart_at:
+                    child.start(self._environment)
+            if not self._was_ready and self._is_ready():
+                self._was_ready = True
+                self._on_ready()
+
+    def _restart(self, child: Child, code: int) -> bool:
+        """Plan the restart of a child that ended; False where restarting cannot help."""
+        if code == EXIT_CONFIG:  # it has said why, on the standard error we share
+            self._exit_code = EXIT_CONFIG
+            return False
+        delay = child.schedule_restart()
+        about = {"child": child.spec.name, "exit_code": code, "delay_s": delay}
+        if not self._was_ready and child.num_failures >= MAX_FAILED_STARTS:
+            _LOG.critical("child does not start, giving up", extra=about)
+            self._exit_code = 1
+            return False
+        _LOG.error("child ended, restarting", extra=about)
+        return True
+
+    def _next_deadline(self) -> float | None:
+        """Seconds until something is due; None: only a signal matters."""
+        now = time.monotonic()
+        due = [child.restart_at - now for child in self._children if not child.running]
+        if not self._was_ready:
+            due.append(READY_POLL_S)
+        return max(0.0, min(due)) if due else None
+
+    def _stop(self, group: list[Child], wait: "Wait") -> bool:
+        """SIGTERM to a group, then SIGKILL past the deadline. False when a second signal came."""
+        for child in group:
+            child.send(signal.SIGTERM)
+        deadline = time.monotonic() + self._drain_timeout_s + KILL_GRACE_S
+        while any(child.ended() is None and child.running for child in group):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                for child in group:
+                    child.send(signal.SIGKILL)
+                left = KILL_GRACE_S
+            if any(number in _STOP_SIGNALS for number in wait(left)):
+                return False
+        return True
+
+    def _kill_all(self) -> None:
+        for child in self._children:
+            child.send(signal.SIGKILL)
+        for child in self._children:
+            if child.process is not None:
+                child.process.wait()
+
+
+Wait = Callable[[float | None], list[signal.Signals]]
+
+
+@contextlib.contextmanager
+def _wakeups() -> Iterator[Wait]:
+    """Signals as data: a function that waits for some, up to a number of seconds, and returns them."""
+    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    wanted = [signal.SIGCHLD]
+    # Under nohup a hang-up stays ignored.
+    wanted += [number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    old = {number: signal.signal(number, lambda _number, _frame: None) for number in wanted}
+    old_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def wait(timeout_s: float | None) -> list[signal.Signals]:
+        if not select.select([reader], [], [], timeout_s)[0]:
+            return []
+        return [signal.Signals(number) for number in os.read(reader, 4096)]
+
+    try:
+        yield wait
+    finally:
+        signal.set_wakeup_fd(old_fd)
+        for number, handler in old.items():
+            signal.signal(number, handler)
+        os.close(reader)
+        os.close(writer)
+
+
+def module_command(module: str) -> tuple[str, ...]:
+    """The command that runs one of our modules with this interpreter.
+
+    Outside the source tree the current directory stays off the module path, so that a folder of
+    the user's that happens to be called `workers` is not run in place of ours.
+    """
+    in_source_tree = Path(ds4.__file__).parent.parent == Path.cwd()
+    return (sys.executable, *(() if in_source_tree else ("-P",)), "-m", module)
+
+
+def count_front_ends(settings: Settings) -> int:
+    """How many front ends to start. Raises ConfigError when the ring has fewer places."""
+    cores = len(os.sched_getaffinity(0))
+    wanted = settings.front_ends or min(max(1, cores // 2), MAX_DEFAULT_FRONT_ENDS, settings.max_front_ends)
+    if wanted > settings.max_front_ends:
+        raise ConfigError(
+            f"--front-ends {wanted} is more than the ring has places; raise --max-front-ends "
+            f"(now {settings.max_front_ends})",
+            setting="front_ends",
+        )
+    return wanted
+
+
+def bind_sockets(host: str, port: int, count: int) -> list[socket.socket]:
+    """`count` listening sockets on one address. Raises ConfigError when the port is taken."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror}", setting="host") from None
+    sockets: list[socket.socket] = []
+    try:
+        # Without SO_REUSEPORT first: with it, a second server of this user would share the port unnoticed.
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            address = probe.getsockname()
+        for _ in range(count):
+            listener = socket.socket(family, kind, protocol)
+            sockets.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+    except OSError as error:
+        for listener in sockets:
+            listener.close()
+        cure = "choose another with --port" if error.errno == errno.EADDRINUSE else "check --host and --port"
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; {cure}", setting="port"
+        ) from None
+    return sockets
+
+
+def _reachable(host: str) -> str:
+    """An address that this machine reaches the server under."""
+    return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _answers_ready(host: str, port: int, num_front_ends: int) -> bool:
+    """True when every new connection is answered ready; there are enough of them to meet each front end."""
+    for _ in range(1 if num_front_ends == 1 else 4 * num_front_ends):
+        connection = http.client.HTTPConnection(host, port, timeout=2)
+        try:
+            connection.request("GET", "/health/ready")
+            if connection.getresponse().status != 200:
+                return False
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+    return True
+
+
+def _curl_line(url: str, settings: Settings) -> str:
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_key or settings.api_key_file else ""
+    body = '{"messages": [{"role": "user", "content": "What is a GPU?"}], "max_tokens": 64, "stream": true}'
+    return f"curl -N {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+
+
+def serve(settings: Settings, announce: Callable[[str], None]) -> int:
+    """Run the whole server on this machine; the exit code. Raises ConfigError before anything is started."""
+    setup_logging(settings, "supervisor")
+    num_front_ends = count_front_ends(settings)
+    model = resolve_model(settings.model, progress=True)
+    sockets = bind_sockets(settings.host, settings.port, num_front_ends)
+    port: int = sockets[0].getsockname()[1]
+    # The children get what was decided here, not what would have to be decided again.
+    settings = msgspec.structs.replace(settings, port=port, model=str(model))
+    try:
+        directory = prepare_shared_directory(settings)
+        children = [
+            ChildSpec(name="worker", command=module_command("workers.main"), is_worker=True),
+            *(
+                ChildSpec(
+                    name=f"front-{index}",
+                    command=(*module_command("ds4"), "front", "--socket-fd", str(listener.fileno())),
+                    socket_fd=listener.fileno(),
+                )
+                for index, listener in enumerate(sockets)
+            ),
+        ]
+        host = _reachable(settings.host)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        try:
+            return Supervisor(
+                children,
+                environment=child_environment(msgspec.structs.replace(settings, shared_dir=str(directory))),
+                drain_timeout_s=settings.drain_timeout_s,
+                is_ready=lambda: _answers_ready(host, port, num_front_ends),
+                on_ready=lambda: announce(
+                    f"ds4-server: ready on {url} (model {model.name}, front ends: {num_front_ends})\n"
+                    f"try: {_curl_line(url, settings)}"
+                ),
+                listeners=sockets,
+            ).run()
+        finally:
+            clear_shared_directory(settings)
+    finally:
+        for listener in sockets:
+            listener.close()
