@@ -14,17 +14,28 @@ they were submitted. One thread (the worker's) calls it. Rules:
 
 Seats: a sequence that is being computed holds one seat, 0 <= seat < max_seats, from its first row to
 its end or preemption. Per-seat state (sampling parameters, last sampled token, penalty counts) lives
-in the device under that index.
+in the device under that index. `SeatParams` and `StepResult` are defined in
+`workers/sampling/interface.py`, below the devices that use them.
 """
 
 from typing import Final, Protocol
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from ds4.errors import Ds4Error
-from ds4.generation import MAX_TOP_LOGPROBS, SamplingParams
+from workers.sampling.interface import SeatParams, StepResult
+
+__all__ = [
+    "PAGE_TOKENS",
+    "PREVIOUS_SAMPLE",
+    "Device",
+    "DeviceFaultError",
+    "Limits",
+    "SeatParams",
+    "StepBatch",
+    "StepResult",
+]
 
 PAGE_TOKENS: Final = 16  # positions in one KV page, the same on every device
 PREVIOUS_SAMPLE: Final = -1  # as a token id: the token this seat sampled in its latest step
@@ -46,22 +57,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def max_pages_per_sequence(self) -> int:
         """Columns of a page table."""
         return -(-self.max_context_tokens // PAGE_TOKENS)
-
-
-class SeatParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What a device keeps for one seat.
-
-    `history` [n] uint32: prompt and already generated ids (resume, preemption); ids from
-    `num_prompt_tokens` on are output and count for presence and frequency penalties. Tokens sampled
-    later are counted by the device itself. `suppressed_ids` are never drawn for a token whose position
-    in the sequence is below `suppress_below` (min_tokens).
-    """
-
-    sampling: SamplingParams
-    history: NDArray[np.uint32]
-    num_prompt_tokens: int
-    suppressed_ids: tuple[int, ...] = ()
-    suppress_below: int = 0
 
 
 class StepBatch:
@@ -87,23 +82,6 @@ class StepBatch:
             seats, np.int32
         )  # [num_samples] ascending: rows whose next token is drawn
         self.sample_seats = np.zeros(seats, np.int32)  # [num_samples] the seat of each
-
-
-class StepResult:
-    """One step's output, [num_samples] in the order of `StepBatch.sample_rows`.
-
-    The arrays belong to the device and are valid until the next `collect`.
-    """
-
-    def __init__(self, max_seats: int) -> None:
-        self.num_samples = 0
-        self.token_ids = np.zeros(max_seats, np.int32)
-        self.ok = np.zeros(max_seats, np.bool_)  # False: logits were not finite, token_ids is meaningless
-        # Only of seats that asked: natural log-probabilities at temperature 1, before any filter.
-        self.logprobs = np.zeros(max_seats, np.float32)
-        self.top_ids = np.zeros((max_seats, MAX_TOP_LOGPROBS), np.int32)  # best first
-        self.top_logprobs = np.zeros((max_seats, MAX_TOP_LOGPROBS), np.float32)
-        self.elapsed_s = 0.0  # device time of the step
 
 
 class Device(Protocol):
