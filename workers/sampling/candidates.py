@@ -1,0 +1,88 @@
+"""The best k logits of each row, exactly, without sorting or partitioning the rows.
+
+Owns: nothing; pure functions. Runs in: the worker. Source: this project.
+
+Block-maximum filter: cut a row into blocks and take each block's maximum. The k-th largest of those
+maxima bounds the k-th largest logit from below (k blocks hold a value at least that large), so only
+values that reach it can be among the k best: about k of them, found in one comparison of the row.
+They are then sorted by a key that has no ties.
+
+Order everywhere: descending value, lowest id first among equal values; -0.0 equals 0.0.
+"""
+
+import math
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ID_BITS: Final = np.uint64(32)
+_ID_MASK: Final = np.uint64(0xFFFFFFFF)
+_NO_CANDIDATE: Final = np.uint64(0xFFFFFFFFFFFFFFFF)  # sorts after every real key
+
+
+class Candidates(NamedTuple):
+    """The k best of each row, best first. `complete` [n] is False where a row had so many values
+    equal to its k-th best that it was left out; such a row's entries are meaningless.
+    """
+
+    ids: NDArray[np.int64]  # [n, k]
+    values: NDArray[np.float32]  # [n, k]
+    complete: NDArray[np.bool_]  # [n]
+
+
+def sort_keys(values: NDArray[np.float32], ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Keys whose ascending order is the candidate order. No NaN; same shape as the arguments."""
+    bits = (values + np.float32(0)).view(np.uint32)  # the addition turns -0.0 into 0.0
+    descending = np.where(bits >> np.uint32(31), bits, bits ^ np.uint32(0x7FFFFFFF))
+    return (descending.astype(np.uint64) << _ID_BITS) | ids.astype(np.uint64)
+
+
+def ranked(row: NDArray[np.float32]) -> NDArray[np.int64]:
+    """All ids of one row [vocab] in candidate order."""
+    keys = sort_keys(row, np.arange(len(row), dtype=np.int64))
+    keys.sort()
+    return (keys & _ID_MASK).astype(np.int64)
+
+
+def best(logits: NDArray[np.float32], k: int) -> Candidates:
+    """The k best of each row. logits [n, vocab] without NaN, 1 <= k <= vocab."""
+    num_rows, vocab = logits.shape
+    threshold = _lower_bounds(logits, k)
+    flat = np.flatnonzero(logits >= threshold[:, None])
+    rows = flat // vocab
+    counts = np.bincount(rows, minlength=num_rows)
+    # Ties at the bound are unlimited (a flat row has `vocab` of them): those rows are not worth padding for.
+    complete = counts <= 2 * k + 64
+    if not complete.all():
+        flat = flat[complete[rows]]
+        rows = flat // vocab
+        counts = np.where(complete, counts, 0)
+    keys = np.full((num_rows, max(int(counts.max()), k)), _NO_CANDIDATE, np.uint64)
+    columns = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
+    keys[rows, columns] = sort_keys(logits.reshape(-1)[flat], flat - rows * vocab)
+    keys.sort(axis=1)
+    ids = (keys[:, :k] & _ID_MASK).astype(np.int64)
+    ids[~complete] = 0
+    return Candidates(ids, np.take_along_axis(logits, ids, axis=1), complete)
+
+
+def _lower_bounds(logits: NDArray[np.float32], k: int) -> NDArray[np.float32]:
+    """A value [n] that at least k logits of each row reach."""
+    num_rows, vocab = logits.shape
+    # Block height: balances the number of maxima to search against values that share a block.
+    height = 1 << max(0, round(math.log2(math.sqrt(vocab / k))))
+    width = vocab // height
+    if height == 1:
+        maxima = logits
+    else:
+        # A block is a strided column of the [height, width] view, so the maximum runs along memory;
+        # the few values past the view are blocks of their own.
+        maxima = np.empty((num_rows, vocab - (height - 1) * width), np.float32)
+        np.maximum.reduce(
+            logits[:, : height * width].reshape(num_rows, height, width), axis=1, out=maxima[:, :width]
+        )
+        maxima[:, width:] = logits[:, height * width :]
+    kth = maxima.shape[1] - k
+    bounds: NDArray[np.float32] = np.partition(maxima, kth, axis=1)[:, kth]
+    return bounds

@@ -1,0 +1,168 @@
+"""One token for every row of a step, in NumPy: the order of operations is here and nowhere else.
+
+Owns: `HostSampler` with the per-seat state of one device (parameters, penalty counts). Runs in: the
+worker, called by the reference and CPU devices; the oracle for samplers on other devices.
+Source: this project; semantics are those of `ds4.generation.SamplingParams`.
+
+Order: penalties, bias, suppression, softmax at the temperature, top_k, min_p, top_p, draw. A row's
+token is a function of its logits, its seat and its position; its batch mates change no bit of it,
+because every shortcut below is exact (see `candidates`, `softmax`, `filters`).
+"""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workers.sampling import bias, candidates, filters, logprobs, penalties
+from workers.sampling.interface import SeatParams, StepResult
+from workers.sampling.seats import ADJUSTS, DRAWS, NO_TOP_K, REPORTS, SeatTable
+from workers.sampling.softmax import SoftmaxMass
+from workers.sampling.uniform import uniforms
+
+# Candidates tried before the whole row is sorted: most draws of a trained model end in the first.
+_NUM_CANDIDATES: Final = (64, 1024, 8192)
+
+
+class HostSampler:
+    """Draws tokens for the seats of one device. Not thread-safe; one caller."""
+
+    def __init__(self, max_seats: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._table = SeatTable(max_seats)
+        self._penalties: list[penalties.Penalties | None] = [None] * max_seats
+        self._bias: list[bias.Bias | None] = [None] * max_seats
+        self._softmax = SoftmaxMass(vocab_size)
+        self._rows = np.empty(
+            (max_seats, vocab_size), np.float32
+        )  # copies of rows that cannot be used in place
+
+    def seat(self, seat: int, params: SeatParams) -> None:
+        """Give `seat` to a sequence, forgetting the one before it."""
+        sampling = params.sampling
+        self._penalties[seat] = (
+            penalties.Penalties(sampling, params.history, params.num_prompt_tokens)
+            if penalties.wanted(sampling)
+            else None
+        )
+        self._bias[seat] = bias.Bias(params) if bias.wanted(params) else None
+        adjusts = self._penalties[seat] is not None or self._bias[seat] is not None
+        self._table.set(seat, sampling, adjusts=adjusts)
+
+    def sample(
+        self,
+        logits: NDArray[np.float32],
+        seats: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        result: StepResult,
+    ) -> None:
+        """Draw one token per row into `result` and count it.
+
+        logits [n, vocab_size] float32, C-contiguous, only read; seats [n], each at most once; positions
+        [n]: the position in its sequence that the drawn token will have.
+        """
+        num_rows = len(seats)
+        result.num_samples = num_rows
+        if num_rows == 0:
+            return
+        token_ids, ok = result.token_ids[:num_rows], result.ok[:num_rows]
+        # arg-max stops at the first NaN, so the value it finds tells for the whole row.
+        best_ids = logits.argmax(axis=1)
+        best = logits[np.arange(num_rows), best_ids]
+        token_ids[:] = best_ids
+        np.isfinite(best, out=ok)
+        needs = self._table.needs[seats]
+        if not needs.any():
+            return
+
+        needs[~ok] = 0
+        adjusted = np.flatnonzero(needs & ADJUSTS)
+        drawn = np.flatnonzero((needs & (DRAWS | ADJUSTS)) == DRAWS)
+        if len(drawn):
+            token_ids[drawn] = self._draw(
+                self._gather(logits, drawn), best[drawn], seats[drawn], positions[drawn]
+            )
+        if len(adjusted):
+            self._sample_adjusted(logits, adjusted, seats[adjusted], positions[adjusted], token_ids, ok)
+        reported = np.flatnonzero(((needs & REPORTS) != 0) & ok)
+        if len(reported):
+            num_top = self._table.num_logprobs[seats[reported]]
+            logprobs.report(logits, reported, best[reported], num_top, self._softmax, result)
+
+    def _sample_adjusted(
+        self,
+        logits: NDArray[np.float32],
+        rows: NDArray[np.int64],
+        seats: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        token_ids: NDArray[np.int32],
+        ok: NDArray[np.bool_],
+    ) -> None:
+        """The same for `rows` whose logits are changed first; on a copy, since log-probabilities are raw."""
+        changed = np.take(logits, rows, axis=0, out=self._rows[: len(rows)], mode="clip")
+        for row, seat, position in zip(changed, seats.tolist(), positions.tolist(), strict=True):
+            if (counts := self._penalties[seat]) is not None:
+                counts.apply(row)
+            if (biased := self._bias[seat]) is not None:
+                biased.apply(row, position)
+        best_ids = changed.argmax(axis=1)
+        best = changed[np.arange(len(rows)), best_ids]
+        token_ids[rows] = best_ids
+        ok[rows] = np.isfinite(best)  # False: everything is suppressed
+        drawn = np.flatnonzero((self._table.needs[seats] & DRAWS != 0) & ok[rows])
+        if len(drawn):
+            values = changed if len(drawn) == len(changed) else changed[drawn]
+            token_ids[rows[drawn]] = self._draw(values, best[drawn], seats[drawn], positions[drawn])
+        for row, seat in zip(rows.tolist(), seats.tolist(), strict=True):
+            if (counts := self._penalties[seat]) is not None and ok[row]:
+                counts.count(int(token_ids[row]))
+
+    def _gather(self, logits: NDArray[np.float32], rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        if len(rows) == len(logits):
+            return logits
+        return np.take(logits, rows, axis=0, out=self._rows[: len(rows)], mode="clip")
+
+    def _draw(
+        self,
+        values: NDArray[np.float32],
+        best: NDArray[np.float32],
+        seats: NDArray[np.int32],
+        positions: NDArray[np.int32],
+    ) -> NDArray[np.int64]:
+        """Tokens [n] for rows that all draw. values [n, vocab], best [n] their finite maxima."""
+        table, vocab = self._table, self._vocab_size
+        uniform = uniforms(table.stream[seats], positions)
+        temperature, top_k = table.temperature[seats], table.top_k[seats]
+        min_p, top_p = table.min_p[seats], table.top_p[seats]
+        mass = np.full(len(seats), np.nan)
+        unlimited = np.flatnonzero((top_k == NO_TOP_K) & (min_p == 0.0))
+        if len(unlimited):
+            mass[unlimited] = self._softmax.of(values, unlimited, best[unlimited], temperature[unlimited])
+
+        def choose(rows: NDArray[np.int64], sorted_values: NDArray[np.float32]) -> NDArray[np.int64]:
+            return filters.draw(
+                sorted_values,
+                whole_row=sorted_values.shape[1] == vocab,
+                temperature=temperature[rows],
+                top_k=top_k[rows],
+                min_p=min_p[rows],
+                top_p=top_p[rows],
+                mass=mass[rows],
+                uniform=uniform[rows],
+            )
+
+        tokens = np.empty(len(seats), np.int64)
+        pending = np.arange(len(seats))
+        for k in _NUM_CANDIDATES:
+            if k >= vocab or not len(pending):
+                break
+            found = candidates.best(values if len(pending) == len(values) else values[pending], k)
+            index = choose(pending, found.values)
+            done = found.complete & (index != filters.UNDECIDED)
+            tokens[pending[done]] = found.ids[done, index[done]]
+            pending = pending[~done]
+        for i in range(len(pending)):
+            row = pending[i : i + 1]
+            order = candidates.ranked(values[row[0]])
+            tokens[row] = order[choose(row, values[row[0]][order][None])]
+        return tokens

@@ -1,0 +1,50 @@
+"""Sampling parameters of every seat, one array per parameter, gathered by seat each step.
+
+Owns: `SeatTable`, mutated only by `HostSampler.seat`. Runs in the worker. Source: this project.
+"""
+
+from typing import Final
+
+import numpy as np
+
+from ds4.generation import NO_LOGPROBS, SamplingParams
+from workers.sampling.uniform import stream_of
+
+# What a seat needs beyond the arg-max of its logits (bits of `SeatTable.needs`).
+DRAWS: Final = 1
+ADJUSTS: Final = 2  # penalties, bias or suppression change its logits first
+REPORTS: Final = 4  # log-probabilities
+
+# Below this the softmax is the arg-max to float32 precision but for exact ties.
+MIN_TEMPERATURE: Final = 1e-5
+NO_TOP_K: Final = np.iinfo(np.int64).max
+
+
+class SeatTable:
+    """Parameters by seat. Arrays are [max_seats]; a seat never given out is greedy."""
+
+    def __init__(self, max_seats: int) -> None:
+        self.needs = np.zeros(max_seats, np.uint8)
+        self.temperature = np.ones(max_seats, np.float32)
+        self.top_k = np.full(max_seats, NO_TOP_K, np.int64)
+        self.min_p = np.zeros(max_seats, np.float32)
+        self.top_p = np.ones(max_seats, np.float64)
+        self.stream = np.zeros(max_seats, np.uint64)
+        self.num_logprobs = np.full(max_seats, NO_LOGPROBS, np.int64)
+
+    def set(self, seat: int, params: SamplingParams, *, adjusts: bool) -> None:
+        """Overwrite everything that `seat` had."""
+        # With one candidate left there is nothing to draw: those are arg-max, lowest id on a tie.
+        greedy = params.temperature < MIN_TEMPERATURE or params.top_k == 1 or params.top_p <= 0.0
+        needs = 0 if greedy else DRAWS
+        if adjusts:
+            needs |= ADJUSTS
+        if params.num_logprobs != NO_LOGPROBS:
+            needs |= REPORTS
+        self.needs[seat] = needs
+        self.temperature[seat] = 1.0 if greedy else min(params.temperature, 3e38)
+        self.top_k[seat] = params.top_k if params.top_k > 0 else NO_TOP_K
+        self.min_p[seat] = params.min_p
+        self.top_p[seat] = params.top_p
+        self.stream[seat] = stream_of(params.seed)
+        self.num_logprobs[seat] = params.num_logprobs
