@@ -1,0 +1,31 @@
+"""Ids to text while they arrive, without ever showing half a character.
+
+Owns: `Detokenizer`. Runs in: front ends, one for each stream. Source: this project; the byte table
+is exact for every script and costs a fraction of decoding a window of tokens again for each token.
+"""
+
+import codecs
+from typing import Final
+
+from ds4.text.tokenizer import Tokenizer
+
+_Decoder: Final = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """One stream's unfinished character. Single owner: whoever reads that stream."""
+
+    def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._special = special
+        self._decoder = _Decoder("replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that is complete now. U+FFFD stands only for bytes that no later byte can complete."""
+        if not self._special and self._tokenizer.is_control(token_id):
+            return ""
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+
+    def finish(self) -> str:
+        """What is left at the end of the stream: U+FFFD for a character that was cut off."""
+        return self._decoder.decode(b"", final=True)
