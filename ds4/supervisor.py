@@ -33,7 +33,8 @@ from ds4.config import Settings, child_environment
 from ds4.errors import ConfigError
 from ds4.logs import setup_logging
 from ds4.models import resolve_model
-from ds4.shared_dir import clear_shared_directory, prepare_shared_directory
+from ds4.ring.directory import open_directory
+from ds4.shared_dir import clear_shared_directory, shared_directory
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -312,7 +313,7 @@ def _reachable(host: str) -> str:
 def _answers_ready(host: str, port: int, num_front_ends: int) -> bool:
     """True when every new connection is answered ready; there are enough of them to meet each front end."""
     for _ in range(1 if num_front_ends == 1 else 4 * num_front_ends):
-        connection = http.client.HTTPConnection(host, port, timeout=2)
+        connection = http.client.HTTPConnection(host, port, timeout=1)
         try:
             connection.request("GET", "/health/ready")
             if connection.getresponse().status != 200:
@@ -340,7 +341,8 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> int:
     # The children get what was decided here, not what would have to be decided again.
     settings = msgspec.structs.replace(settings, port=port, model=str(model))
     try:
-        directory = prepare_shared_directory(settings)
+        directory = shared_directory(settings)
+        open_directory(directory)
         children = [
             ChildSpec(name="worker", command=module_command("workers.main"), is_worker=True),
             *(
