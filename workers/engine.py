@@ -1,0 +1,357 @@
+"""The engine: admit, schedule, run, publish, release. Nothing else loops.
+
+Owns every sequence from its submission to its ending. Runs in the worker, on its only thread. Holds
+only what every model and device needs. While anything can be computed it never waits for anything
+but the device; with nothing to do it sleeps on the ring's bell.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from ds4.errors import ErrorCode
+from ds4.generation import FinishReason, GenerationEnd, TokenEvent
+from ds4.logs import log_batch
+from ds4.metrics import Metrics
+from ds4.ring.states import SlotState, WorkerState
+from ds4.ring.worker_end import Polled, WorkerRing
+from workers.admission import Admission, CoalescingWindow, RefusedError
+from workers.devices.interface import DeviceFaultError, StepResult
+from workers.outbox import Outbox, StepTokens
+from workers.runner import Outcome, Runner
+from workers.scheduler.batch import Batch, Plan
+from workers.scheduler.scheduler import Scheduler
+from workers.sequence import Sequence, Status
+
+log = logging.getLogger(__name__)
+
+_SLEEP_S: Final = 0.1  # bounds how late a signal or a dead front end is noticed
+_STATUS_S: Final = 0.05  # how often /slots and the gauges are brought up to date
+
+_CANCELLED: Final = GenerationEnd(FinishReason.CANCELLED)
+_SHUTTING_DOWN: Final = GenerationEnd(
+    FinishReason.ERROR, ErrorCode.SHUTTING_DOWN, "the server is shutting down"
+)
+
+
+class Engine:
+    """The worker's one loop. Owned by `workers.main`; single thread."""
+
+    def __init__(
+        self,
+        *,
+        ring: WorkerRing,
+        runner: Runner,
+        scheduler: Scheduler,
+        admission: Admission,
+        window: CoalescingWindow,
+        metrics: Metrics,
+        batch_log: bool = False,
+        drain_timeout_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ring = ring
+        self._runner = runner
+        self._scheduler = scheduler
+        self._admission = admission
+        self._window = window
+        self._metrics = metrics
+        self._batch_log = batch_log
+        self._drain_timeout_s = drain_timeout_s
+        self._clock = clock
+        self._outbox = Outbox(ring)
+        self._by_slot: dict[int, Sequence] = {}  # from submission until the ending is decided
+        self._drain_requested = False
+        self._drain_deadline_s: float | None = None
+        self._status_due_s = 0.0
+        self._was_busy = True
+
+    def request_drain(self) -> None:
+        """Finish what is here, refuse what comes, then return from `run`. Safe in a signal handler."""
+        self._drain_requested = True
+
+    def run(self) -> None:
+        """Until a requested drain is done. Raises DeviceFaultError; nothing was ended then."""
+        while True:
+            if self._drain_requested and self._drained():
+                return
+            if not self.step():
+                self._rest()
+
+    def step(self) -> bool:
+        """One turn; False when there was nothing to compute and the engine may sleep."""
+        self._take(self._ring.poll())
+        if self._outbox.blocked:
+            self._outbox.retry()
+        if not self._scheduler.running and not self._runner.num_in_flight and self._scheduler.waiting:
+            wait_s = self._window.wait_s(
+                num_waiting=len(self._scheduler.waiting), num_preparing=self._ring.num_preparing
+            )
+            if wait_s > 0.0:
+                self._ring.sleep(wait_s)
+                return True
+        return self._compute()
+
+    # --- from the ring
+
+    def _take(self, polled: Polled) -> None:
+        if polled.dropped:
+            self._forget(polled.dropped)
+        for submission in polled.submissions:
+            try:
+                if self._drain_deadline_s is not None:
+                    raise RefusedError("the server is shutting down", ErrorCode.SHUTTING_DOWN)
+                sequence = self._admission.sequence(submission)
+            except RefusedError as error:
+                log.info(
+                    "request refused: %s",
+                    error,
+                    extra={"request_id": submission.request_id, "code": error.code.name},
+                )
+                self._ring.admit([submission.slot])
+                self._ring.finish(
+                    {submission.slot: GenerationEnd(FinishReason.ERROR, int(error.code), str(error))}
+                )
+                continue
+            self._by_slot[sequence.slot] = sequence
+            self._scheduler.enqueue(sequence)
+            if sequence.max_total <= len(sequence.tokens):  # nothing may be generated
+                self._end(sequence, sequence.finish(FinishReason.LENGTH))
+        for slot in polled.cancelled:
+            cancelled = self._by_slot.get(slot)
+            if cancelled is not None:
+                self._end(cancelled, cancelled.finish(FinishReason.CANCELLED))
+            elif slot in self._outbox.blocked:
+                self._outbox.replace(slot, _CANCELLED)
+
+    def _forget(self, slots: list[int]) -> None:
+        """The front end of these slots is gone: free everything, tell nobody."""
+        self._outbox.forget(slots)
+        for slot in slots:
+            sequence = self._by_slot.pop(slot, None)
+            if sequence is not None:
+                sequence.finish(FinishReason.CANCELLED)
+                self._scheduler.leave(sequence)
+
+    def _end(self, sequence: Sequence, end: GenerationEnd) -> None:
+        """End a sequence at once, without a token; what is still held for it is dropped."""
+        if not sequence.first_row_s:
+            self._ring.admit([sequence.slot])
+        del self._by_slot[sequence.slot]
+        self._scheduler.leave(sequence)
+        self._outbox.replace(sequence.slot, end)
+
+    # --- the step
+
+    def _compute(self) -> bool:
+        plan = self._scheduler.plan(self._paused(), may_preempt=self._runner.num_in_flight == 0)
+        self._note(plan)
+        if plan.batch is not None:
+            self._window.close()
+            self._was_busy = True
+            self._submit(plan.batch)
+        elif not self._runner.num_in_flight:
+            return bool(plan.preempted or plan.too_large)
+        if plan.batch is None or self._runner.must_collect:
+            self._collect()
+        if self._clock() >= self._status_due_s:
+            self._show_status()
+        return True
+
+    def _paused(self) -> set[int]:
+        """Slots whose front end has not given credit for one more token."""
+        running = self._scheduler.running
+        paused = set(self._outbox.blocked)
+        if running:
+            slots = np.array([sequence.slot for sequence in running.values()], np.int64)
+            writable = self._ring.writable(slots)
+            if not writable.all():
+                paused.update(slots[~writable].tolist())
+        return paused
+
+    def _note(self, plan: Plan) -> None:
+        """Tell ring, metrics and log what the plan did besides its batch."""
+        for sequence in plan.too_large:
+            end = sequence.finish(
+                FinishReason.ERROR, ErrorCode.TOO_LARGE, "the KV cache is too small for this request"
+            )
+            self._end(sequence, end)
+        if plan.preempted:
+            self._metrics.add("ds4_num_preemptions_total", len(plan.preempted))
+            for sequence in plan.preempted:
+                log.info(
+                    "preempted: KV pages ran out",
+                    extra={"request_id": sequence.request_id, "num_tokens": len(sequence.tokens)},
+                )
+        if plan.batch is None or not plan.batch.seated:
+            return
+        now = self._clock()
+        fresh = [sequence for sequence in plan.batch.seated if not sequence.first_row_s]
+        self._ring.admit([sequence.slot for sequence in fresh])
+        for sequence in fresh:
+            sequence.first_row_s = now
+            self._metrics.observe("ds4_request_queue_time_seconds", now - sequence.submitted_s)
+            self._metrics.add("ds4_prefix_cache_queries_total", sequence.num_prompt)
+            self._metrics.add("ds4_prefix_cache_hits_total", sequence.num_cached)
+
+    def _submit(self, batch: Batch) -> None:
+        try:
+            self._runner.submit(batch)
+        except DeviceFaultError as error:
+            self._note_fault(batch, error)
+            raise
+
+    def _collect(self) -> None:
+        oldest = self._runner.oldest
+        assert oldest is not None
+        try:
+            outcome = self._runner.collect()
+        except DeviceFaultError as error:
+            self._note_fault(oldest, error)
+            raise
+        self._outbox.send(self._results(outcome))
+        self._scheduler.collected(outcome.batch)
+        self._note_step(outcome)
+
+    def _results(self, outcome: Outcome) -> StepTokens:
+        """Append each sampled token to its sequence; decide endings; the rows to publish."""
+        result, step = outcome.result, StepTokens()
+        token_ids = result.token_ids[: result.num_samples].tolist()
+        passed = result.ok[: result.num_samples].tolist()
+        index = -1
+        for span in outcome.batch.spans:
+            sequence, samples = span.sequence, span.samples
+            sequence.collect(span.num_rows, samples)
+            if not samples:
+                continue
+            index += 1
+            if sequence.status is not Status.RUNNING:
+                continue  # ended while this step was queued: its row is discarded
+            is_sound = passed[index]
+            if not is_sound:
+                end: GenerationEnd | None = sequence.finish(
+                    FinishReason.ERROR, ErrorCode.NUMERIC, "the model produced values that are not numbers"
+                )
+            else:
+                end = sequence.accept(token_ids[index])
+            if not sequence.first_token_s:
+                sequence.first_token_s = self._clock()
+            if end is None or end.reason is FinishReason.LENGTH:
+                step.add(sequence.slot, _event(sequence, result, index, token_ids[index]), end)
+            else:
+                step.finals[sequence.slot] = end
+            if end is not None:
+                del self._by_slot[sequence.slot]
+                self._scheduler.leave(sequence, is_sound=is_sound)
+                self._note_end(sequence, end)
+        return step
+
+    # --- the end
+
+    def _drained(self) -> bool:
+        """Begin or continue the drain; True when nobody is left."""
+        now = self._clock()
+        if self._drain_deadline_s is None:
+            self._take(self._ring.poll())  # what was submitted before counts as waiting
+            self._ring.set_state(WorkerState.DRAINING)
+            self._drain_deadline_s = now + self._drain_timeout_s
+            log.info("draining", extra={"num_requests": len(self._by_slot)})
+        if now >= self._drain_deadline_s:
+            log.warning("drain deadline passed", extra={"num_requests": len(self._by_slot)})
+            for sequence in list(self._by_slot.values()):
+                self._end(
+                    sequence,
+                    sequence.finish(FinishReason.ERROR, ErrorCode.SHUTTING_DOWN, _SHUTTING_DOWN.error_text),
+                )
+            for slot in list(self._outbox.blocked):
+                self._outbox.replace(slot, _SHUTTING_DOWN)
+        if self._by_slot or self._outbox.blocked:
+            return False
+        while self._runner.num_in_flight:
+            self._collect()
+        return True
+
+    def _rest(self) -> None:
+        """Nothing can be computed: check the books once, then sleep until something happens."""
+        if self._was_busy:
+            self._was_busy = False
+            if self._scheduler.is_idle:
+                self._scheduler.check()
+            self._show_status()
+        self._ring.sleep(_SLEEP_S)
+
+    # --- what others see
+
+    def _show_status(self) -> None:
+        self._status_due_s = self._clock() + _STATUS_S
+        sequences = list(self._by_slot.values())
+        if sequences:
+            counts = np.array(
+                [
+                    (
+                        sequence.slot,
+                        sequence.num_prompt,
+                        sequence.reused_tokens,
+                        sequence.num_generated,
+                        self._state(sequence),
+                    )
+                    for sequence in sequences
+                ],
+                np.int64,
+            )
+            self._ring.set_status(*(np.ascontiguousarray(column) for column in counts.T))
+        running, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
+        cache, metrics = self._scheduler.cache, self._metrics
+        self._ring.set_num_running(running)
+        metrics.set("ds4_num_requests_running", running)
+        metrics.set("ds4_num_requests_waiting", waiting)
+        metrics.set("ds4_kv_pages", cache.num_pages)
+        metrics.set("ds4_kv_pages_used", cache.num_held)
+        metrics.set("ds4_kv_pages_cached", cache.num_parked)
+        metrics.set("ds4_kv_cache_usage_perc", cache.num_held / cache.num_pages)
+
+    def _state(self, sequence: Sequence) -> SlotState:
+        if sequence.status is Status.WAITING:
+            return SlotState.WAITING
+        if sequence.slot in self._outbox.blocked:
+            return SlotState.PAUSED
+        return SlotState.DECODE if sequence.num_generated else SlotState.PREFILL
+
+    def _note_step(self, outcome: Outcome) -> None:
+        batch, metrics = outcome.batch, self._metrics
+        metrics.observe("ds4_step_time_seconds", outcome.elapsed_s)
+        metrics.observe("ds4_iteration_tokens_total", batch.num_rows)
+        if batch.num_rows > batch.num_decode:
+            metrics.add("ds4_prefill_tokens_total", batch.num_rows - batch.num_decode)
+        if batch.num_decode:
+            metrics.observe("ds4_batch_size", batch.num_decode)
+            if self._batch_log:
+                log_batch(batch.num_decode, outcome.elapsed_s)
+
+    def _note_fault(self, batch: Batch, error: DeviceFaultError) -> None:
+        self._metrics.add("ds4_step_errors_total")
+        log.error("the device failed: %s", error)
+        if batch.num_decode and self._batch_log:
+            log_batch(batch.num_decode, 0.0, failure=" ".join(str(error).split()))
+
+    def _note_end(self, sequence: Sequence, end: GenerationEnd) -> None:
+        now = self._clock()
+        self._metrics.observe(
+            "ds4_request_prefill_time_seconds", sequence.first_token_s - sequence.first_row_s
+        )
+        self._metrics.observe("ds4_request_decode_time_seconds", now - sequence.first_token_s)
+        if end.reason is FinishReason.ERROR:
+            log.error("request failed: %s", end.error_text, extra={"request_id": sequence.request_id})
+
+
+def _event(sequence: Sequence, result: StepResult, index: int, token_id: int) -> TokenEvent:
+    wanted = sequence.request.sampling.num_logprobs
+    if wanted < 0:
+        return TokenEvent(token_id)
+    top = zip(
+        result.top_ids[index, :wanted].tolist(), result.top_logprobs[index, :wanted].tolist(), strict=True
+    )
+    return TokenEvent(token_id, float(result.logprobs[index]), tuple(top))

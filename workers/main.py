@@ -1,0 +1,174 @@
+"""`ds4-worker`: the process that owns the device, the KV cache and the worker's end of the ring.
+
+Owns start-up, signals and exit codes. Runs in the worker. The ring is made only when the model is
+loaded, so front ends never see a worker that cannot serve.
+
+Exit codes: 0 drained; 2 a setting, file or directory must be changed; 70 the device failed; 1 a
+defect of ours. After the last two whoever started us should start us again, and front ends resume.
+"""
+
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from ds4.models import resolve_model
+
+from ds4.config import Settings, load_settings
+from ds4.errors import ConfigError, RingError
+from ds4.generation import ModelInfo, encode_model_info
+from ds4.logs import setup_logging
+from ds4.metrics import WORKER, Metrics
+from ds4.model_file import ModelFile
+from ds4.ring.layout import RingShape
+from ds4.ring.states import WorkerState
+from ds4.ring.worker_end import WorkerRing
+from ds4.shared_dir import prepare_shared_directory
+from workers.admission import Admission, CoalescingWindow
+from workers.devices.interface import PAGE_TOKENS, Device, DeviceFaultError, Limits
+from workers.devices.registry import open_device
+from workers.engine import Engine
+from workers.kvcache.prefix import PrefixCache
+from workers.runner import Runner
+from workers.scheduler.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+EXIT_OK: Final = 0
+EXIT_DEFECT: Final = 1
+EXIT_CONFIG: Final = 2
+EXIT_DEVICE: Final = 70
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until told to stop; the exit code."""
+    try:
+        settings = load_settings(sys.argv[1:] if argv is None else argv)
+        setup_logging(settings, "worker")
+        return _serve(settings)
+    except (ConfigError, RingError) as error:
+        print(f"ds4-worker: {error}", file=sys.stderr)  # noqa: T201 - the operator's one line
+        return EXIT_CONFIG
+    except DeviceFaultError as error:
+        log.critical("ending after a device fault: %s", error)
+        return EXIT_DEVICE
+    except Exception:
+        log.critical("ending after a defect", exc_info=True)
+        return EXIT_DEFECT
+
+
+def _serve(settings: Settings) -> int:
+    started_s = time.monotonic()
+    directory = prepare_shared_directory(settings)
+    model = ModelFile.open(resolve_model(settings.model, progress=False))
+    device, limits = open_device(settings, model)
+    try:
+        return _run(settings, directory, model, device, limits, started_s)
+    finally:
+        device.close()
+
+
+def _run(
+    settings: Settings, directory: Path, model: ModelFile, device: Device, limits: Limits, started_s: float
+) -> int:
+    num_kv_tokens = limits.num_pages * PAGE_TOKENS
+    info = ModelInfo(
+        architecture=model.architecture,
+        vocab_size=model.vocab_size,
+        max_context_tokens=min(limits.max_context_tokens, num_kv_tokens),
+        tokenizer_hash=model.tokenizer_hash,
+        device=device.name,
+        batched_sessions=settings.batched_sessions,
+        num_pages=limits.num_pages,
+        page_tokens=PAGE_TOKENS,
+    )
+    shape = RingShape(
+        num_front_ends=settings.max_front_ends, slots_per_front_end=settings.slots_per_front_end
+    )
+    metrics = Metrics.open(directory, owner=WORKER)
+    ring = WorkerRing(directory, shape, encode_model_info(info))
+    try:
+        engine = build_engine(settings, ring=ring, metrics=metrics, device=device, limits=limits, info=info)
+        _handle_signals(engine)
+        ring.set_state(WorkerState.READY)
+        gc.collect()
+        gc.freeze()  # what is loaded now lives as long as the process: never walk it again
+        log.info(
+            "serving",
+            extra={
+                "model": str(model.path),
+                "device": info.device,
+                "context_tokens": info.max_context_tokens,
+                "kv_cache_tokens": num_kv_tokens,
+                "sessions": settings.batched_sessions,
+                "step_tokens": limits.max_rows,
+                "after_s": round(time.monotonic() - started_s, 2),
+            },
+        )
+        engine.run()
+        log.info("drained")
+        return EXIT_OK
+    finally:
+        ring.close()
+        metrics.close()
+
+
+def build_engine(
+    settings: Settings,
+    *,
+    ring: WorkerRing,
+    metrics: Metrics,
+    device: Device,
+    limits: Limits,
+    info: ModelInfo,
+) -> Engine:
+    """The engine and its parts, wired for these settings."""
+    max_seats = min(limits.max_seats, max(1, settings.batched_sessions))
+    scheduler = Scheduler(
+        PrefixCache(limits.num_pages, PAGE_TOKENS),
+        max_seats=max_seats,
+        max_rows=min(limits.max_rows, max(settings.max_batch_tokens, max_seats)),
+        in_turn=settings.batched_sessions > 0,  # batching off: one session at a time, first in, first out
+    )
+    return Engine(
+        ring=ring,
+        runner=Runner(device, limits),
+        scheduler=scheduler,
+        admission=Admission(
+            vocab_size=info.vocab_size,
+            max_context_tokens=info.max_context_tokens,
+            max_prompt_tokens=limits.num_pages * PAGE_TOKENS,
+            clock=time.monotonic,
+        ),
+        window=CoalescingWindow(
+            window_us=settings.decode_coalesce_us, max_seats=max_seats, clock=time.monotonic
+        ),
+        metrics=metrics,
+        batch_log=settings.batch_log,
+        drain_timeout_s=settings.drain_timeout_s,
+    )
+
+
+def _handle_signals(engine: Engine) -> None:
+    """The first SIGTERM or SIGINT drains; the second ends the process at once."""
+    asked = False
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            os._exit(128 + number)  # the next worker sweeps what this one leaves
+        asked = True
+        engine.request_drain()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""The frozen plan of one step: the only thing the scheduler tells the runner.
+
+Owned by nobody. Runs in the worker, pure Python.
+"""
+
+import msgspec
+
+from workers.sequence import Sequence
+
+
+class Span(msgspec.Struct, frozen=True, gc=False):
+    """Consecutive rows of one sequence: positions `start` to `start + num_rows`, exclusive."""
+
+    sequence: Sequence
+    start: int
+    num_rows: int
+    samples: bool  # the last row's logits give the next token
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step computes: decode rows first, then prompt chunks."""
+
+    spans: tuple[Span, ...]
+    num_rows: int
+    num_decode: int  # how many leading spans are decode rows
+    seated: tuple[Sequence, ...] = ()  # got their seat with this step
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler decided. Without `batch` there is nothing to compute now."""
+
+    batch: Batch | None = None
+    must_collect: bool = False  # pages are short: collect all steps in flight, then plan again
+    preempted: tuple[Sequence, ...] = ()
+    too_large: tuple[Sequence, ...] = ()  # need more pages than exist, even alone; the caller ends them

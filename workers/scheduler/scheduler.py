@@ -1,0 +1,212 @@
+"""The scheduler: who computes what in the next step.
+
+Owns the queues, the seats and, through the prefix cache, all KV pages. Runs in the worker, pure
+Python. One token budget per step: decode rows first, prompt chunks fill the rest. A sequence gets
+pages for all its known tokens with its seat, and one more whenever decoding crosses a page border.
+When pages run out, the latest arrival is preempted: it gives everything back and is computed again
+later from its tokens (recompute as in vLLM). What comes out is a `Plan`; what happened in the step
+comes back through the sequences' counters.
+"""
+
+from collections.abc import Collection, Iterator
+
+from workers.kvcache.prefix import PrefixCache
+from workers.scheduler.batch import Batch, Plan, Span
+from workers.scheduler.decode import decode_rows, growing
+from workers.scheduler.fairness import WaitingQueue
+from workers.scheduler.prefill import share_rows
+from workers.sequence import NO_SEAT, Sequence, Status
+
+
+class Scheduler:
+    """Owned by the engine, which is the only caller."""
+
+    def __init__(self, cache: PrefixCache, *, max_seats: int, max_rows: int, in_turn: bool = True) -> None:
+        assert max_rows >= max_seats >= 1
+        self.cache = cache
+        self.max_seats = max_seats
+        self.max_rows = max_rows
+        self.waiting = WaitingQueue(in_turn=in_turn)
+        self.running: dict[int, Sequence] = {}  # by seat
+        self._leaving: dict[int, Sequence] = {}  # finished, with a step in flight; by seat
+        self._free_seats = list(range(max_seats - 1, -1, -1))
+        self._blocked: tuple[Sequence, int] | None = None  # next in turn that did not fit, and when
+
+    @property
+    def is_idle(self) -> bool:
+        """True while nobody waits, runs or leaves."""
+        return not self.waiting and not self.running and not self._leaving
+
+    def fits(self, sequence: Sequence) -> bool:
+        """True where this sequence could be computed if it were alone."""
+        return self.cache.pages_for(len(sequence.tokens)) <= self.cache.num_pages
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """A new sequence waits for a seat."""
+        assert self.fits(sequence)
+        self.waiting.push(sequence)
+
+    def plan(self, paused: Collection[int], *, may_preempt: bool) -> Plan:
+        """Decide the next step and move the counters of everybody in it.
+
+        `paused` are slots that may not get a token now. `may_preempt`: nothing is in flight.
+        """
+        rows = decode_rows(self.running.values(), paused)
+        borders = growing(rows, self.cache)
+        preempted: list[Sequence] = []
+        too_large: list[Sequence] = []
+        while len(borders) > self.cache.num_available:
+            if not may_preempt:
+                return Plan(must_collect=True)
+            victim = max(self.running.values(), key=_arrival)
+            if len(self.running) == 1:
+                too_large.append(victim)
+                rows, borders = [], []
+                break
+            self._preempt(victim)
+            preempted.append(victim)
+            rows = [sequence for sequence in rows if sequence is not victim]
+            borders = [sequence for sequence in borders if sequence is not victim]
+        for sequence in borders:
+            sequence.pages += self.cache.take([], 1)
+        spans = [Span(sequence, sequence.num_scheduled, 1, sequence.schedule(1)) for sequence in rows]
+        seated: list[Sequence] = []
+        if not too_large:
+            spans += self._prefill_spans(self.max_rows - len(rows), paused, seated)
+        batch = None
+        if spans:
+            num_rows = sum(span.num_rows for span in spans)
+            batch = Batch(spans=tuple(spans), num_rows=num_rows, num_decode=len(rows), seated=tuple(seated))
+        return Plan(batch=batch, preempted=tuple(preempted), too_large=tuple(too_large))
+
+    def leave(self, sequence: Sequence, *, is_sound: bool = True) -> None:
+        """A sequence was finished: out of its queue; seat and pages go once nothing is in flight.
+
+        `is_sound` False: its keys and values are not to be trusted, nobody may share them.
+        """
+        assert sequence.status is Status.FINISHED
+        if sequence.seat == NO_SEAT:
+            self.waiting.remove(sequence, served=False)
+            return
+        if is_sound:
+            self.cache.register(sequence)
+        else:
+            self.cache.forget(sequence.pages)
+        self.running.pop(sequence.seat, None)
+        if sequence.num_in_flight:
+            self._leaving[sequence.seat] = sequence
+        else:
+            self._release(sequence)
+
+    def collected(self, batch: Batch) -> None:
+        """A step was collected and its tokens are known: index full pages, let the finished ones go."""
+        for span in batch.spans:
+            sequence = span.sequence
+            if sequence.status is Status.RUNNING:
+                if sequence.num_computed >= (sequence.num_registered + 1) * self.cache.page_tokens:
+                    self.cache.register(sequence)
+            elif sequence.num_in_flight == 0 and self._leaving.pop(sequence.seat, None) is not None:
+                self._release(sequence)
+
+    def check(self) -> None:
+        """Assert that no page and no seat leaked. Cheap enough for every time the worker is idle."""
+        self.cache.check()
+        assert self.cache.num_available + self.cache.num_held == self.cache.num_pages
+        assert len(self._free_seats) + len(self.running) + len(self._leaving) == self.max_seats
+        if not self.running and not self._leaving:
+            assert self.cache.num_held == 0, "an idle worker holds KV pages"
+
+    def _prefill_spans(
+        self, num_rows: int, paused: Collection[int], seated: list[Sequence]
+    ) -> Iterator[Span]:
+        """Chunks for running prompts and for those that can be seated now."""
+        if num_rows <= 0:
+            return
+        prompts = [
+            sequence
+            for sequence in self.running.values()
+            if not sequence.is_decoding and not sequence.is_full and _work(sequence, paused) > 0
+        ]
+        prompts.sort(key=_arrival)
+        work = [_work(sequence, paused) for sequence in prompts]
+        for sequence, num_cached in self._seatable(paused):
+            prompts.append(sequence)
+            work.append(len(sequence.tokens) - num_cached)
+        for sequence, share in zip(prompts, share_rows(work, num_rows), strict=True):
+            if share == 0:
+                continue
+            if sequence.status is Status.WAITING:
+                if not self._seat(sequence):
+                    continue
+                seated.append(sequence)
+            start, count = sequence.num_scheduled, min(share, sequence.num_unscheduled)
+            yield Span(sequence, start, count, sequence.schedule(count))
+
+    def _seatable(self, paused: Collection[int]) -> Iterator[tuple[Sequence, int]]:
+        """Waiting sequences for which there are seats and pages, and how much of each is cached.
+
+        Stops at the first one whose pages do not fit, so that nobody is overtaken for ever.
+        """
+        seats = len(self._free_seats)
+        if seats == 0 or not self.waiting:
+            return
+        # One page for each running sequence is left alone: they will cross a border soon.
+        available = self.cache.num_available - len(self.running)
+        is_next = True
+        for sequence in self.waiting:
+            if sequence.slot in paused:
+                continue
+            if is_next and self._blocked == (sequence, self.cache.num_releases):
+                return
+            found = self.cache.find(sequence)
+            needed = self._num_pages_needed(sequence, found)
+            if needed > available:
+                if is_next:
+                    self._blocked = (sequence, self.cache.num_releases)
+                return
+            is_next = False
+            available -= needed + 1
+            yield sequence, len(found) * self.cache.page_tokens
+            seats -= 1
+            if seats == 0:
+                return
+
+    def _num_pages_needed(self, sequence: Sequence, found: list[int]) -> int:
+        """By how much seating this sequence lowers the number of available pages."""
+        count = self.cache.pages_for(len(sequence.tokens)) - len(found)
+        return count + self.cache.num_parked_of(found)
+
+    def _seat(self, sequence: Sequence) -> bool:
+        """Give seat and pages, unless pages it was to share went to somebody seated just before."""
+        found = self.cache.find(sequence)
+        if self._num_pages_needed(sequence, found) > self.cache.num_available:
+            return False
+        count = self.cache.pages_for(len(sequence.tokens)) - len(found)
+        pages = self.cache.take(found, count)
+        self.waiting.remove(sequence, served=True)
+        sequence.take_seat(self._free_seats.pop(), pages, len(found) * self.cache.page_tokens)
+        if not sequence.num_preemptions:
+            sequence.reused_tokens = sequence.num_cached
+        self.running[sequence.seat] = sequence
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        del self.running[sequence.seat]
+        sequence.num_preemptions += 1
+        sequence.move(Status.WAITING)
+        self._release(sequence)
+        self.waiting.push(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._free_seats.append(sequence.seat)
+        self.cache.release(sequence.unseat())
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival
+
+
+def _work(sequence: Sequence, paused: Collection[int]) -> int:
+    """Prompt rows that may be computed now: of a paused sequence all but the one that samples."""
+    work = sequence.num_unscheduled
+    return work - 1 if sequence.slot in paused else work
