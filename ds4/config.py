@@ -274,8 +274,9 @@ def _value(setting: Setting, raw: str, source: str) -> Any:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"; did you mean {close[0]}?" if close else ""
+    by_lower = {entry.lower(): entry for entry in known}  # a wrong case is the nearest miss of all
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.0)
+    return f"; did you mean {by_lower[close[0]]}?" if close else ""
 
 
 def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:

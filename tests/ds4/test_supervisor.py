@@ -1,0 +1,249 @@
+"""The supervisor with small stand-in children: restarts, back-off, order of stopping, signals.
+
+The supervisor runs in a process of its own, because it owns that process's signals.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ds4.config import Settings
+from ds4.errors import ConfigError
+from ds4.supervisor import Child, ChildSpec, bind_sockets, count_front_ends, module_command
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60.0
+
+# What a child does, by name. Each writes its events into a file; `{log}` is that file.
+_PROLOGUE = """
+import os, signal, sys, time
+def note(text):
+    with open({log!r}, "a") as log:
+        log.write(text + "\\n")
+note(f"{name} start {{os.getpid()}}")
+"""
+_OBEDIENT = "signal.signal(signal.SIGTERM, lambda *_: (note('{name} stop'), os._exit(0)))\nnote('{name} armed')\nsignal.pause()"
+_STUBBORN = "signal.signal(signal.SIGTERM, lambda *_: note('{name} deaf'))\nnote('{name} armed')\nwhile True: signal.pause()"
+_FAILING = "sys.exit(1)"
+
+_HARNESS = """
+import json, signal, sys
+from ds4.config import Settings
+from ds4.logs import setup_logging
+from ds4 import supervisor
+supervisor.FIRST_DELAY_S = 0.01
+supervisor.LONGEST_DELAY_S = 0.05
+supervisor.KILL_GRACE_S = 0.2
+setup_logging(Settings(), "supervisor")
+specs = [supervisor.ChildSpec(name=name, command=tuple(command), is_worker=name == "worker")
+         for name, command in json.loads(sys.argv[1])]
+ready = {ready}
+sys.exit(supervisor.Supervisor(
+    specs, environment={{}}, drain_timeout_s={drain}, is_ready=lambda: ready,
+    on_ready=lambda: print("READY", flush=True),
+).run())
+"""
+
+
+class Harness:
+    """A supervisor process over stand-in children, and the file in which they note what happens."""
+
+    def __init__(self, directory: Path) -> None:
+        self.log = directory / "events"
+        self.log.touch()
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, children: dict[str, str], *, ready: bool = True, drain: float = 30) -> None:
+        """Start it over children given by name and what they do."""
+        specs = []
+        for name, body in children.items():
+            source = _PROLOGUE.format(log=str(self.log), name=name) + body.replace("{name}", name)
+            specs.append((name, [sys.executable, "-c", source]))
+        source = textwrap.dedent(_HARNESS).format(ready=ready, drain=drain)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", source, json.dumps(specs)],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+
+    def events(self) -> list[str]:
+        """What the children have noted so far."""
+        return self.log.read_text().splitlines()
+
+    def wait_for(self, condition: Callable[[list[str]], bool]) -> list[str]:
+        """Wait until the notes satisfy a condition."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition(events := self.events()):
+            assert time.monotonic() < deadline, events
+            time.sleep(0.01)
+        return events
+
+    def pids(self, name: str) -> list[int]:
+        """The process ids a child has had."""
+        return [int(event.split()[2]) for event in self.events() if event.startswith(f"{name} start")]
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal the supervisor."""
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def finish(self) -> tuple[int, str]:
+        """Its exit code and what it logged."""
+        assert self.process is not None
+        _, errors = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, errors
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    harness = Harness(tmp_path)
+    yield harness
+    if harness.process is not None:
+        harness.process.kill()
+        harness.process.communicate()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _wait_gone(pid: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while _alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} outlived its supervisor"
+        time.sleep(0.01)
+
+
+def test_front_ends_stop_before_the_worker(harness: Harness) -> None:
+    harness.start({"worker": _OBEDIENT, "front-0": _OBEDIENT, "front-1": _OBEDIENT})
+    harness.wait_for(lambda events: sum("armed" in event for event in events) == 3)
+    harness.send(signal.SIGTERM)
+    code, errors = harness.finish()
+    assert code == 0, errors
+    stops = [event for event in harness.events() if event.endswith("stop")]
+    assert sorted(stops[:2]) == ["front-0 stop", "front-1 stop"]
+    assert stops[2:] == ["worker stop"]
+
+
+def test_a_child_that_dies_is_started_again(harness: Harness) -> None:
+    harness.start({"worker": _OBEDIENT, "front-0": _OBEDIENT})
+    harness.wait_for(lambda events: "worker armed" in events and "front-0 armed" in events)
+    for name in ("worker", "front-0"):
+        os.kill(harness.pids(name)[-1], signal.SIGKILL)
+        harness.wait_for(lambda events, name=name: events.count(f"{name} armed") == 2)
+    harness.send(signal.SIGINT)
+    code, errors = harness.finish()
+    assert code == 0, errors
+    assert errors.count("restarting") == 2
+
+
+def test_a_configuration_error_of_a_child_stops_everything_with_its_code(harness: Harness) -> None:
+    fail_later = (
+        f"while 'front-0 armed' not in open({str(harness.log)!r}).read(): time.sleep(0.01)\nsys.exit(2)"
+    )
+    harness.start({"worker": fail_later, "front-0": _OBEDIENT})
+    code, errors = harness.finish()
+    assert code == 2, errors
+    assert len(harness.pids("worker")) == 1
+    _wait_gone(harness.pids("front-0")[0])
+
+
+def test_a_child_that_never_starts_is_given_up(harness: Harness) -> None:
+    harness.start({"worker": _FAILING, "front-0": _OBEDIENT}, ready=False)
+    code, errors = harness.finish()
+    assert code == 1
+    assert "giving up" in errors
+    assert len(harness.pids("worker")) == 6
+
+
+def test_a_second_signal_ends_everything_at_once(harness: Harness) -> None:
+    harness.start({"worker": _OBEDIENT, "front-0": _STUBBORN})
+    harness.wait_for(lambda events: "worker armed" in events and "front-0 armed" in events)
+    harness.send(signal.SIGTERM)
+    harness.wait_for(lambda events: "front-0 deaf" in events)
+    harness.send(signal.SIGTERM)
+    code, errors = harness.finish()
+    assert code == 128 + signal.SIGTERM, errors
+    for name in ("worker", "front-0"):
+        _wait_gone(harness.pids(name)[0])
+
+
+def test_a_child_that_ignores_the_deadline_is_killed(harness: Harness) -> None:
+    harness.start({"worker": _OBEDIENT, "front-0": _STUBBORN}, drain=0)
+    harness.wait_for(lambda events: "worker armed" in events and "front-0 armed" in events)
+    harness.send(signal.SIGTERM)
+    code, errors = harness.finish()
+    assert code == 0, errors
+    assert harness.events()[-1] == "worker stop"
+    _wait_gone(harness.pids("front-0")[0])
+
+
+def test_children_are_told_to_stop_when_the_supervisor_is_killed(harness: Harness) -> None:
+    harness.start({"worker": _OBEDIENT, "front-0": _OBEDIENT})
+    harness.wait_for(lambda events: "worker armed" in events and "front-0 armed" in events)
+    harness.send(signal.SIGKILL)
+    harness.wait_for(lambda events: "worker stop" in events and "front-0 stop" in events)
+
+
+def test_the_delay_doubles_up_to_a_limit_and_starts_over_after_a_healthy_run() -> None:
+    child = Child(ChildSpec(name="worker", command=("true",)))
+    child.started_at = time.monotonic() + 1000  # always just started
+    assert [child.schedule_restart() for _ in range(9)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+    child.started_at = time.monotonic() - 3600
+    assert child.schedule_restart() == 0.1
+
+
+def test_a_port_in_use_is_refused_even_where_the_other_would_share_it() -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: .*; choose another"):
+            bind_sockets("127.0.0.1", port, 2)
+
+
+def test_every_front_end_gets_a_socket_on_the_same_port() -> None:
+    sockets = bind_sockets("127.0.0.1", 0, 3)
+    try:
+        assert len({listener.getsockname() for listener in sockets}) == 1
+        assert len({listener.fileno() for listener in sockets}) == 3
+    finally:
+        for listener in sockets:
+            listener.close()
+
+
+@pytest.mark.parametrize("host", ["no such host", "203.0.113.1"])
+def test_an_address_that_is_not_ours_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"--host"):
+        bind_sockets(host, 0, 1)
+
+
+def test_more_front_ends_than_places_are_refused() -> None:
+    with pytest.raises(ConfigError, match="raise --max-front-ends"):
+        count_front_ends(Settings(front_ends=5, max_front_ends=4))
+    assert count_front_ends(Settings(front_ends=4, max_front_ends=4)) == 4
+    assert 1 <= count_front_ends(Settings(max_front_ends=1)) <= 1
+
+
+def test_a_foreign_folder_called_workers_is_not_run_in_place_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert module_command("workers.main")[1:] == ("-P", "-m", "workers.main")
+    monkeypatch.chdir(ROOT)
+    assert module_command("workers.main")[1:] == ("-m", "workers.main")
