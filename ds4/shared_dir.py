@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from ds4.config import Settings
+from ds4.ring.directory import open_directory
 from ds4.ring.liveness import Leases
 
 _MEMORY: Final = Path("/dev/shm")
@@ -28,6 +29,13 @@ def shared_directory(settings: Settings) -> Path:
         return Path(settings.shared_dir).absolute()
     base = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     return base / f"ds4-server-{os.geteuid()}-{settings.port}"
+
+
+def prepare_shared_directory(settings: Settings) -> Path:
+    """The shared directory, made if missing and checked. Raises ConfigError naming the cure."""
+    path = shared_directory(settings)
+    open_directory(path)
+    return path
 
 
 def clear_shared_directory(settings: Settings) -> None:

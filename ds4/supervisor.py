@@ -33,8 +33,7 @@ from ds4.config import Settings, child_environment
 from ds4.errors import ConfigError
 from ds4.logs import setup_logging
 from ds4.models import resolve_model
-from ds4.ring.directory import open_directory
-from ds4.shared_dir import clear_shared_directory, shared_directory
+from ds4.shared_dir import clear_shared_directory, prepare_shared_directory
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -341,8 +340,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> int:
     # The children get what was decided here, not what would have to be decided again.
     settings = msgspec.structs.replace(settings, port=port, model=str(model))
     try:
-        directory = shared_directory(settings)
-        open_directory(directory)
+        directory = prepare_shared_directory(settings)
         children = [
             ChildSpec(name="worker", command=module_command("workers.main"), is_worker=True),
             *(

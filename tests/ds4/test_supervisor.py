@@ -89,6 +89,10 @@ class Harness:
             time.sleep(0.01)
         return events
 
+    def wait_for_count(self, event: str, count: int) -> None:
+        """Wait until an event was noted so many times."""
+        self.wait_for(lambda events: events.count(event) == count)
+
     def pids(self, name: str) -> list[int]:
         """The process ids a child has had."""
         return [int(event.split()[2]) for event in self.events() if event.startswith(f"{name} start")]
@@ -144,7 +148,7 @@ def test_a_child_that_dies_is_started_again(harness: Harness) -> None:
     harness.wait_for(lambda events: "worker armed" in events and "front-0 armed" in events)
     for name in ("worker", "front-0"):
         os.kill(harness.pids(name)[-1], signal.SIGKILL)
-        harness.wait_for(lambda events, name=name: events.count(f"{name} armed") == 2)
+        harness.wait_for_count(f"{name} armed", 2)
     harness.send(signal.SIGINT)
     code, errors = harness.finish()
     assert code == 0, errors
