@@ -1,0 +1,118 @@
+"""One request as its front end sees it: what arrived, what may still come, how it ended.
+
+Owns: the events of one request that nobody has read yet, and its credit. Runs in: front end, on the loop.
+Source: ours.
+"""
+
+import asyncio
+from typing import Protocol
+
+from ds4.errors import RingUnavailableError
+from ds4.generation import GenerationEnd, TokenEvent
+
+
+class StreamOwner(Protocol):
+    """What a stream asks of the channel it runs on."""
+
+    def grant(self, slot: int, limit: int) -> None:
+        """Allow the worker `limit` tokens in all."""
+
+    def cancel(self, slot: int, request_id: int) -> None:
+        """Ask the worker to end the request."""
+
+
+class RingStream:
+    """Filled by its channel, read by one task. The slot comes free with the ending, read or not."""
+
+    __slots__ = (
+        "_cancelled",
+        "_end",
+        "_ended",
+        "_error",
+        "_events",
+        "_limit",
+        "_num_read",
+        "_num_received",
+        "_owner",
+        "_waiter",
+        "_window",
+        "request_id",
+        "slot",
+    )
+
+    def __init__(self, owner: StreamOwner, slot: int, request_id: int, window: int) -> None:
+        self.slot = slot
+        self.request_id = request_id
+        self._owner = owner
+        self._window = window
+        self._limit = window
+        self._events: list[TokenEvent] = []
+        self._end: GenerationEnd | None = None
+        self._ended = False  # the ending was read
+        self._error: RingUnavailableError | None = None
+        self._num_received = 0
+        self._num_read = 0
+        self._cancelled = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def read(self) -> tuple[list[TokenEvent], GenerationEnd | None]:
+        """Everything that arrived since the last read, and the ending once it came; waits for either.
+
+        Raises RingUnavailableError, after the last events, when the worker died, was replaced or cut
+        this front end off. After an ending there is nothing more to read.
+        """
+        if self._ended:
+            raise RuntimeError("read past the ending of a request")
+        while not self._events and self._end is None:
+            if self._error is not None:
+                raise self._error
+            if self._waiter is not None and not self._waiter.done():
+                raise RuntimeError("a stream has one reader")
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        events, self._events = self._events, []
+        self._num_read += len(events)
+        if self._end is not None:
+            self._ended = True
+        elif self._error is None and self._num_read + self._window // 2 >= self._limit:
+            self._limit = self._num_read + self._window
+            self._owner.grant(self.slot, self._limit)
+        return events, self._end
+
+    def cancel(self) -> None:
+        """Ask for the end; idempotent. What is on its way still arrives, then the ending."""
+        if not self._cancelled and self._end is None and self._error is None:
+            self._cancelled = True
+            self._owner.cancel(self.slot, self.request_id)
+
+    # -- for the channel
+
+    def push_token(self, index: int, event: TokenEvent) -> bool:
+        """Take a token; False when it is not the next one."""
+        if index != self._num_received & 0xFFFFFFFF:
+            return False
+        self._num_received += 1
+        self._events.append(event)
+        self.wake()
+        return True
+
+    def push_end(self, num_tokens: int, end: GenerationEnd) -> bool:
+        """Take the ending; False when tokens are missing before it."""
+        if num_tokens != self._num_received & 0xFFFFFFFF:
+            return False
+        self._end = end
+        self.wake()
+        return True
+
+    def fail(self, error: RingUnavailableError) -> None:
+        """The channel is lost and no ending will come."""
+        self._error = error
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the reader look again."""
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
