@@ -36,7 +36,6 @@ class Channel:
             )
         self.segment = segment
         self.is_open = False  # echoed: everything below may be used
-        self.num_wakes = 0
         self._directory = directory
         self._index = index
         self._fence = fence.call
@@ -168,7 +167,6 @@ class Channel:
 
     def rung(self) -> bool:
         """After a bell: take everything, then declare sleep. True when more came meanwhile: call again."""
-        self.num_wakes += 1
         if self._sleep_word & 1:
             self._sleep_word += 1  # even
             self._mine[layout.FRONT_SLEEP] = self._sleep_word

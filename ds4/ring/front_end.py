@@ -56,6 +56,7 @@ class FrontEndRing:
         self._ready = asyncio.Event()
         self._refused_inode = 0  # a segment we cannot use; said once
         self._preparing = 0
+        self.num_wakes = 0  # bells answered
 
     # -- coming and going
 
@@ -85,9 +86,10 @@ class FrontEndRing:
             raise
         except RingFullError:
             leave(self.directory, self._leases)
+            self._leases = None
             raise
-        except RingError as error:
-            _log.error("the ring cannot be used: %s", error)
+        except RingError:
+            pass  # the first tick tries again, and says so
         assert self._bell is not None
         self._loop.add_reader(self._bell.fd, self._rung)
         self._tick()
@@ -149,11 +151,6 @@ class FrontEndRing:
     def num_open(self) -> int:
         """Requests of this front end without an ending."""
         return 0 if self._channel is None else self._channel.num_open
-
-    @property
-    def num_wakes(self) -> int:
-        """Times the bell woke this front end on the current channel."""
-        return 0 if self._channel is None else self._channel.num_wakes
 
     @property
     def num_running(self) -> int:
@@ -270,6 +267,7 @@ class FrontEndRing:
 
     def _rung(self) -> None:
         assert self._bell is not None
+        self.num_wakes += 1
         self._bell.drain()
         self._take_events()
 

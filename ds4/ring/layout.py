@@ -183,7 +183,8 @@ class RingShape(msgspec.Struct, frozen=True, kw_only=True):
         for size in sizes:
             found.append(at)
             at += -(-size // PAGE_BYTES) * PAGE_BYTES
-        return Offsets(*found, end=at)
+        front_ends, worker_blocks, commands, credits, status, texts, descriptors, events = found
+        return Offsets(front_ends, worker_blocks, commands, credits, status, texts, descriptors, events, at)
 
     def checksum(self) -> int:
         """CRC over everything both sides must agree on."""

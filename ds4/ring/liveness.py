@@ -80,7 +80,7 @@ class Leases:
 
     def take_all(self) -> bool:
         """Take every place: True when nobody else lives here, and then nobody can arrive."""
-        return self._lock(fcntl.F_WRLCK, 0, _TO_THE_END) and self._is_current()
+        return self._fd >= 0 and self._lock(fcntl.F_WRLCK, 0, _TO_THE_END) and self._is_current()
 
     def remove(self) -> None:
         """Remove the file. Only while `take_all` holds: an arrival then finds out and opens a new one."""

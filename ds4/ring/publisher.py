@@ -58,7 +58,8 @@ class Publisher:
         shape = segment.shape
         self.request_ids = np.zeros(shape.num_slots, np.uint64)
         self.num_sent = np.zeros(shape.num_slots, np.uint64)
-        self.blocked: NDArray[np.int64] = np.zeros(0, np.int64)  # slots the last `writable` refused
+        self._blocked: NDArray[np.int64] = np.zeros(0, np.int64)  # slots the last `writable` refused
+        self._blocked_ids = np.zeros(0, np.uint64)  # and their requests then
         self.num_rings = 0
         self._segment = segment
         self._fence = fence.call
@@ -85,6 +86,11 @@ class Publisher:
     def forget_rings(self, front_end: int) -> None:
         """A front end came back: its sleep word starts anew."""
         self._rung[front_end] = 0
+
+    def has_requests(self, front_end: int) -> bool:
+        """Whether any slot of this front end has a request."""
+        first = front_end * self._per_front_end
+        return bool(self.request_ids[first : first + self._per_front_end].any())
 
     def release(self, slots: NDArray[np.int64]) -> None:
         """These slots have no request any more."""
@@ -126,17 +132,31 @@ class Publisher:
         tight = (used < 0) | (used + needed > self._capacity)
         if tight.any():
             allowed &= ~np.isin(self._front_end_of_slot[slots], front_ends[tight])
-        self.blocked = self.blocked[:0] if allowed.all() else slots[~allowed]
+        if allowed.all():
+            self._blocked = self._blocked[:0]
+        else:
+            self._blocked = slots[~allowed]
+            self._blocked_ids = self.request_ids[self._blocked]
         return allowed
 
-    def unblocked(self) -> bool:
-        """Whether a slot that `writable` refused may go on by now."""
-        if not len(self.blocked):
+    @property
+    def num_blocked(self) -> int:
+        """Slots that the last `writable` refused."""
+        return len(self._blocked)
+
+    def is_unblocked(self) -> bool:
+        """Whether a request that the last `writable` refused may go on by now."""
+        slots, request_ids = self._blocked, self._blocked_ids
+        if not len(slots):
             return False
-        refused = self.blocked
-        found = bool(self.writable(refused).any())
-        self.blocked = refused
-        return found
+        found = self.writable(slots) & (self.request_ids[slots] == request_ids)
+        self._blocked, self._blocked_ids = slots, request_ids
+        return bool(found.any())
+
+    def out_of_range(self) -> NDArray[np.int64]:
+        """Front ends whose event head is one that no reader can have."""
+        unread = self._tails - self._heads.view(np.int64)
+        return np.flatnonzero((unread < 0) | (unread > self._capacity))
 
     def publish(
         self,

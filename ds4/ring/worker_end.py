@@ -91,8 +91,8 @@ class WorkerRing:
             raise RingError(f"another worker serves {directory}; stop it or choose another --shared-dir")
         try:
             # Nobody can have submitted to this worker yet: all of this is the dead ones'.
+            remove_segment(directory)
             remove_unfinished(directory)
-            remove_prompts(directory)
             remove_orphan_bells(directory, self._leases)
             (directory / PROMPTS_NAME).mkdir(mode=0o700, exist_ok=True)
             self._bell = Bell(directory / WORKER_BELL_NAME, create=True)
@@ -374,6 +374,9 @@ class WorkerRing:
         moved = beats != self._last_beat
         self._last_beat = beats
         self._beat_changed[moved] = now
+        for index in self._publisher.out_of_range().tolist():
+            if self._live[index] and self._publisher.has_requests(index):
+                self._cut_off(index, "its event head is out of range")
         for index in np.flatnonzero(self._live).tolist():
             byte = FIRST_FRONT_END_BYTE + index
             if not self._leases.is_held_by_other(byte):
@@ -391,14 +394,14 @@ class WorkerRing:
     def sleep(self, timeout_s: float) -> None:
         """Wait for a bell or the timeout; returns at once when something is already there."""
         self._sleep_word += 1  # odd
-        self._words[layout.LIVE_BLOCKED] = len(self._publisher.blocked)
+        self._words[layout.LIVE_BLOCKED] = self._publisher.num_blocked
         self._words[layout.LIVE_SLEEP] = self._sleep_word
         self._fence()  # sleep word before the last look; pairs with the fence before Channel._ring_worker
         something = (
             bool(((self._command_tails != self._command_heads) & self._live).any())
             or bool((self._nonces != self._seen).any())
             or bool(self._dropped)
-            or self._publisher.unblocked()
+            or self._publisher.is_unblocked()
         )
         if not something:
             self._bell.wait(timeout_s)
