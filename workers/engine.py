@@ -11,16 +11,18 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ds4.config import Settings
 from ds4.errors import ErrorCode
-from ds4.generation import FinishReason, GenerationEnd, TokenEvent
+from ds4.generation import FinishReason, GenerationEnd, ModelInfo
 from ds4.logs import log_batch
 from ds4.metrics import Metrics
 from ds4.ring.states import SlotState, WorkerState
 from ds4.ring.worker_end import Polled, WorkerRing
 from workers.admission import Admission, CoalescingWindow, RefusedError
-from workers.devices.interface import DeviceFaultError, StepResult
-from workers.outbox import Outbox, StepTokens
+from workers.devices.interface import PAGE_TOKENS, Device, DeviceFaultError, Limits, StepResult
+from workers.kvcache.prefix import PrefixCache
 from workers.runner import Outcome, Runner
 from workers.scheduler.batch import Batch, Plan
 from workers.scheduler.scheduler import Scheduler
@@ -31,10 +33,58 @@ log = logging.getLogger(__name__)
 _SLEEP_S: Final = 0.1  # bounds how late a signal or a dead front end is noticed
 _STATUS_S: Final = 0.05  # how often /slots and the gauges are brought up to date
 
-_CANCELLED: Final = GenerationEnd(FinishReason.CANCELLED)
-_SHUTTING_DOWN: Final = GenerationEnd(
-    FinishReason.ERROR, ErrorCode.SHUTTING_DOWN, "the server is shutting down"
-)
+_SHUTTING_DOWN: Final = "the server is shutting down"
+
+
+_Published = tuple[
+    NDArray[np.int64],
+    NDArray[np.int32],
+    NDArray[np.float32] | None,
+    dict[int, list[tuple[int, float]]] | None,
+    dict[int, GenerationEnd] | None,
+]
+
+
+class _StepTokens:
+    """What one step brought, row by row, as the ring takes it."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self.finals: dict[int, GenerationEnd] = {}  # by slot: ends without a token
+        self._token_ids: list[int] = []
+        self._logprobs: dict[int, float] = {}  # by row, of those that asked
+        self._top: dict[int, list[tuple[int, float]]] = {}
+        self._ends: dict[int, GenerationEnd] = {}
+
+    def add(
+        self, sequence: Sequence, result: StepResult, index: int, token_id: int, end: GenerationEnd | None
+    ) -> None:
+        """One more row: sample `index` of the step, and the ending that rides on it."""
+        row = len(self.slots)
+        self.slots.append(sequence.slot)
+        self._token_ids.append(token_id)
+        if end is not None:
+            self._ends[row] = end
+        wanted = sequence.request.sampling.num_logprobs
+        if wanted >= 0:
+            self._logprobs[row] = float(result.logprobs[index])
+        if wanted > 0:
+            ids, values = result.top_ids[index, :wanted], result.top_logprobs[index, :wanted]
+            self._top[row] = list(zip(ids.tolist(), values.tolist(), strict=True))
+
+    def arrays(self) -> _Published:
+        """The arguments of `WorkerRing.publish`."""
+        logprobs = None
+        if self._logprobs:
+            logprobs = np.zeros(len(self.slots), np.float32)
+            logprobs[list(self._logprobs)] = list(self._logprobs.values())
+        return (
+            np.array(self.slots, np.int64),
+            np.array(self._token_ids, np.int32),
+            logprobs,
+            self._top or None,
+            self._ends or None,
+        )
 
 
 class Engine:
@@ -62,8 +112,8 @@ class Engine:
         self._batch_log = batch_log
         self._drain_timeout_s = drain_timeout_s
         self._clock = clock
-        self._outbox = Outbox(ring)
         self._by_slot: dict[int, Sequence] = {}  # from submission until the ending is decided
+        self._paused_slots: set[int] = set()
         self._drain_requested = False
         self._drain_deadline_s: float | None = None
         self._status_due_s = 0.0
@@ -84,8 +134,6 @@ class Engine:
     def step(self) -> bool:
         """One turn; False when there was nothing to compute and the engine may sleep."""
         self._take(self._ring.poll())
-        if self._outbox.blocked:
-            self._outbox.retry()
         if not self._scheduler.running and not self._runner.num_in_flight and self._scheduler.waiting:
             wait_s = self._window.wait_s(
                 num_waiting=len(self._scheduler.waiting), num_preparing=self._ring.num_preparing
@@ -103,7 +151,7 @@ class Engine:
         for submission in polled.submissions:
             try:
                 if self._drain_deadline_s is not None:
-                    raise RefusedError("the server is shutting down", ErrorCode.SHUTTING_DOWN)
+                    raise RefusedError(_SHUTTING_DOWN, ErrorCode.SHUTTING_DOWN)
                 sequence = self._admission.sequence(submission)
             except RefusedError as error:
                 log.info(
@@ -111,7 +159,6 @@ class Engine:
                     error,
                     extra={"request_id": submission.request_id, "code": error.code.name},
                 )
-                self._ring.admit([submission.slot])
                 self._ring.finish(
                     {submission.slot: GenerationEnd(FinishReason.ERROR, int(error.code), str(error))}
                 )
@@ -124,12 +171,9 @@ class Engine:
             cancelled = self._by_slot.get(slot)
             if cancelled is not None:
                 self._end(cancelled, cancelled.finish(FinishReason.CANCELLED))
-            elif slot in self._outbox.blocked:
-                self._outbox.replace(slot, _CANCELLED)
 
     def _forget(self, slots: list[int]) -> None:
         """The front end of these slots is gone: free everything, tell nobody."""
-        self._outbox.forget(slots)
         for slot in slots:
             sequence = self._by_slot.pop(slot, None)
             if sequence is not None:
@@ -137,17 +181,16 @@ class Engine:
                 self._scheduler.leave(sequence)
 
     def _end(self, sequence: Sequence, end: GenerationEnd) -> None:
-        """End a sequence at once, without a token; what is still held for it is dropped."""
-        if not sequence.first_row_s:
-            self._ring.admit([sequence.slot])
+        """End a sequence at once, without a token."""
         del self._by_slot[sequence.slot]
         self._scheduler.leave(sequence)
-        self._outbox.replace(sequence.slot, end)
+        self._ring.finish({sequence.slot: end})
 
     # --- the step
 
     def _compute(self) -> bool:
-        plan = self._scheduler.plan(self._paused(), may_preempt=self._runner.num_in_flight == 0)
+        self._paused_slots = self._paused()
+        plan = self._scheduler.plan(self._paused_slots, may_preempt=self._runner.num_in_flight == 0)
         self._note(plan)
         if plan.batch is not None:
             self._window.close()
@@ -162,15 +205,15 @@ class Engine:
         return True
 
     def _paused(self) -> set[int]:
-        """Slots whose front end has not given credit for one more token."""
-        running = self._scheduler.running
-        paused = set(self._outbox.blocked)
-        if running:
-            slots = np.array([sequence.slot for sequence in running.values()], np.int64)
-            writable = self._ring.writable(slots)
-            if not writable.all():
-                paused.update(slots[~writable].tolist())
-        return paused
+        """Slots that may not get a token now: no credit, or no room in their front end's ring.
+
+        The ring keeps room for the step in flight, so whatever is planned now can be published.
+        """
+        slots = np.array(self._scheduler.candidate_slots(), np.int64)
+        if not len(slots):
+            return set()
+        writable = self._ring.writable(slots)
+        return set() if writable.all() else set(slots[~writable].tolist())
 
     def _note(self, plan: Plan) -> None:
         """Tell ring, metrics and log what the plan did besides its batch."""
@@ -212,13 +255,17 @@ class Engine:
         except DeviceFaultError as error:
             self._note_fault(oldest, error)
             raise
-        self._outbox.send(self._results(outcome))
+        tokens = self._results(outcome)
+        if tokens.slots:
+            self._ring.publish(*tokens.arrays())
+        if tokens.finals:
+            self._ring.finish(tokens.finals)
         self._scheduler.collected(outcome.batch)
         self._note_step(outcome)
 
-    def _results(self, outcome: Outcome) -> StepTokens:
+    def _results(self, outcome: Outcome) -> _StepTokens:
         """Append each sampled token to its sequence; decide endings; the rows to publish."""
-        result, step = outcome.result, StepTokens()
+        result, step = outcome.result, _StepTokens()
         token_ids = result.token_ids[: result.num_samples].tolist()
         passed = result.ok[: result.num_samples].tolist()
         index = -1
@@ -240,7 +287,7 @@ class Engine:
             if not sequence.first_token_s:
                 sequence.first_token_s = self._clock()
             if end is None or end.reason is FinishReason.LENGTH:
-                step.add(sequence.slot, _event(sequence, result, index, token_ids[index]), end)
+                step.add(sequence, result, index, token_ids[index], end)
             else:
                 step.finals[sequence.slot] = end
             if end is not None:
@@ -264,11 +311,9 @@ class Engine:
             for sequence in list(self._by_slot.values()):
                 self._end(
                     sequence,
-                    sequence.finish(FinishReason.ERROR, ErrorCode.SHUTTING_DOWN, _SHUTTING_DOWN.error_text),
+                    sequence.finish(FinishReason.ERROR, ErrorCode.SHUTTING_DOWN, _SHUTTING_DOWN),
                 )
-            for slot in list(self._outbox.blocked):
-                self._outbox.replace(slot, _SHUTTING_DOWN)
-        if self._by_slot or self._outbox.blocked:
+        if self._by_slot:
             return False
         while self._runner.num_in_flight:
             self._collect()
@@ -316,7 +361,7 @@ class Engine:
     def _state(self, sequence: Sequence) -> SlotState:
         if sequence.status is Status.WAITING:
             return SlotState.WAITING
-        if sequence.slot in self._outbox.blocked:
+        if sequence.slot in self._paused_slots:
             return SlotState.PAUSED
         return SlotState.DECODE if sequence.num_generated else SlotState.PREFILL
 
@@ -347,11 +392,37 @@ class Engine:
             log.error("request failed: %s", end.error_text, extra={"request_id": sequence.request_id})
 
 
-def _event(sequence: Sequence, result: StepResult, index: int, token_id: int) -> TokenEvent:
-    wanted = sequence.request.sampling.num_logprobs
-    if wanted < 0:
-        return TokenEvent(token_id)
-    top = zip(
-        result.top_ids[index, :wanted].tolist(), result.top_logprobs[index, :wanted].tolist(), strict=True
+def build_engine(
+    settings: Settings,
+    *,
+    ring: WorkerRing,
+    metrics: Metrics,
+    device: Device,
+    limits: Limits,
+    info: ModelInfo,
+) -> Engine:
+    """The engine and its parts, wired for these settings."""
+    max_seats = min(limits.max_seats, max(1, settings.batched_sessions))
+    scheduler = Scheduler(
+        PrefixCache(limits.num_pages, PAGE_TOKENS),
+        max_seats=max_seats,
+        max_rows=min(limits.max_rows, max(settings.max_batch_tokens, max_seats)),
+        in_turn=settings.batched_sessions > 0,  # batching off: one session at a time, first in, first out
     )
-    return TokenEvent(token_id, float(result.logprobs[index]), tuple(top))
+    return Engine(
+        ring=ring,
+        runner=Runner(device, limits),
+        scheduler=scheduler,
+        admission=Admission(
+            vocab_size=info.vocab_size,
+            max_context_tokens=info.max_context_tokens,
+            max_prompt_tokens=limits.num_pages * PAGE_TOKENS,
+            clock=time.monotonic,
+        ),
+        window=CoalescingWindow(
+            window_us=settings.decode_coalesce_us, max_seats=max_seats, clock=time.monotonic
+        ),
+        metrics=metrics,
+        batch_log=settings.batch_log,
+        drain_timeout_s=settings.drain_timeout_s,
+    )

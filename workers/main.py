@@ -30,13 +30,9 @@ from ds4.ring.layout import RingShape
 from ds4.ring.states import WorkerState
 from ds4.ring.worker_end import WorkerRing
 from ds4.shared_dir import prepare_shared_directory
-from workers.admission import Admission, CoalescingWindow
 from workers.devices.interface import PAGE_TOKENS, Device, DeviceFaultError, Limits
 from workers.devices.registry import open_device
-from workers.engine import Engine
-from workers.kvcache.prefix import PrefixCache
-from workers.runner import Runner
-from workers.scheduler.scheduler import Scheduler
+from workers.engine import Engine, build_engine
 
 log = logging.getLogger(__name__)
 
@@ -117,42 +113,6 @@ def _run(
     finally:
         ring.close()
         metrics.close()
-
-
-def build_engine(
-    settings: Settings,
-    *,
-    ring: WorkerRing,
-    metrics: Metrics,
-    device: Device,
-    limits: Limits,
-    info: ModelInfo,
-) -> Engine:
-    """The engine and its parts, wired for these settings."""
-    max_seats = min(limits.max_seats, max(1, settings.batched_sessions))
-    scheduler = Scheduler(
-        PrefixCache(limits.num_pages, PAGE_TOKENS),
-        max_seats=max_seats,
-        max_rows=min(limits.max_rows, max(settings.max_batch_tokens, max_seats)),
-        in_turn=settings.batched_sessions > 0,  # batching off: one session at a time, first in, first out
-    )
-    return Engine(
-        ring=ring,
-        runner=Runner(device, limits),
-        scheduler=scheduler,
-        admission=Admission(
-            vocab_size=info.vocab_size,
-            max_context_tokens=info.max_context_tokens,
-            max_prompt_tokens=limits.num_pages * PAGE_TOKENS,
-            clock=time.monotonic,
-        ),
-        window=CoalescingWindow(
-            window_us=settings.decode_coalesce_us, max_seats=max_seats, clock=time.monotonic
-        ),
-        metrics=metrics,
-        batch_log=settings.batch_log,
-        drain_timeout_s=settings.drain_timeout_s,
-    )
 
 
 def _handle_signals(engine: Engine) -> None:

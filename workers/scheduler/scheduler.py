@@ -46,6 +46,13 @@ class Scheduler:
         assert self.fits(sequence)
         self.waiting.push(sequence)
 
+    def candidate_slots(self) -> list[int]:
+        """The slots that the next plan may give a token: `plan` needs to know which are paused."""
+        slots = [sequence.slot for sequence in self.running.values()]
+        if self._free_seats:
+            slots += [sequence.slot for sequence in self.waiting]
+        return slots
+
     def plan(self, paused: Collection[int], *, may_preempt: bool) -> Plan:
         """Decide the next step and move the counters of everybody in it.
 
@@ -72,7 +79,9 @@ class Scheduler:
         spans = [Span(sequence, sequence.num_scheduled, 1, sequence.schedule(1)) for sequence in rows]
         seated: list[Sequence] = []
         if not too_large:
-            spans += self._prefill_spans(self.max_rows - len(rows), paused, seated)
+            # Who has just been preempted frees pages for others, not for a newcomer.
+            may_seat = not preempted
+            spans += self._prefill_spans(self.max_rows - len(rows), paused, seated, may_seat=may_seat)
         batch = None
         if spans:
             num_rows = sum(span.num_rows for span in spans)
@@ -117,7 +126,7 @@ class Scheduler:
             assert self.cache.num_held == 0, "an idle worker holds KV pages"
 
     def _prefill_spans(
-        self, num_rows: int, paused: Collection[int], seated: list[Sequence]
+        self, num_rows: int, paused: Collection[int], seated: list[Sequence], *, may_seat: bool
     ) -> Iterator[Span]:
         """Chunks for running prompts and for those that can be seated now."""
         if num_rows <= 0:
@@ -129,7 +138,7 @@ class Scheduler:
         ]
         prompts.sort(key=_arrival)
         work = [_work(sequence, paused) for sequence in prompts]
-        for sequence, num_cached in self._seatable(paused):
+        for sequence, num_cached in self._seatable(paused) if may_seat else ():
             prompts.append(sequence)
             work.append(len(sequence.tokens) - num_cached)
         for sequence, share in zip(prompts, share_rows(work, num_rows), strict=True):
