@@ -189,8 +189,10 @@ def _merges_by_score(vocabulary: Vocabulary, ids: dict[str, int]) -> list[tuple[
     pieces = {text: token_id for text, token_id in ids.items() if types[token_id] != TokenType.BYTE}
     ranked: list[tuple[float, int, int, str]] = []
     for text, token_id in pieces.items():
-        for cut in range(1, len(text)):
-            if text[:cut] in pieces and text[cut:] in pieces:
-                ranked.append((-scores[token_id], token_id, cut, text))
+        ranked += [
+            (-scores[token_id], token_id, cut, text)
+            for cut in range(1, len(text))
+            if text[:cut] in pieces and text[cut:] in pieces
+        ]
     ranked.sort()
     return [(text[:cut], text[cut:]) for _, _, cut, text in ranked]

@@ -29,7 +29,7 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-# Texts that end a turn or a document wherever they exist, whatever type the file gives them.
+# Texts that end a turn or a document wherever they exist as control tokens.
 END_MARKERS: Final = frozenset(
     {
         "<|eot_id|>",
@@ -62,15 +62,11 @@ _FILE_MARKERS: Final = (
     ("fim_rep", ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>")),
     ("fim_sep", ("<|file_sep|>",)),
 )
-# Vocabularies in which one of the end markers means something else: if all of the first set are
-# present, the marker ends nothing (gpt-oss, Solar; Gemma 4 and PLaMo have an ordinary "</s>").
-_EXCEPTIONS: Final[tuple[tuple[frozenset[str], str, TokenType], ...]] = (
-    (frozenset({"<|return|>", "<|call|>"}), "<|end|>", TokenType.CONTROL),
-    (frozenset({"<|calls|>", "<|flush|>"}), "<|end|>", TokenType.CONTROL),
-    (frozenset({"<|call|>", "<|flush|>"}), "<|end|>", TokenType.CONTROL),
-    (frozenset({"<|tool_response>"}), "</s>", TokenType.NORMAL),
-    (frozenset({"<|plamo:eos|>"}), "</s>", TokenType.NORMAL),
-)
+# Conversions that forgot the control type are common enough for these to count whatever their type.
+# The others do not: "</s>" is an ordinary word in Qwen's vocabulary, and closes a tag in HTML.
+_UNMISTAKABLE: Final = ("<|", "<\uff5c", "<end_of_")
+# Where both of a pair exist (gpt-oss, Solar), "<|end|>" closes one of several parts of an answer.
+_PARTS: Final = (("<|return|>", "<|call|>"), ("<|calls|>", "<|flush|>"), ("<|call|>", "<|flush|>"))
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,19 +174,18 @@ def _end_ids(ids: _IdReader, tokens: Sequence[str], types: list[int], eos_id: in
     wanted = END_MARKERS.union(*(texts for _, texts in _FILE_MARKERS))
     found: dict[str, int] = {}
     for token_id, text in enumerate(tokens):
-        if text in wanted and (text not in found or types[token_id] == TokenType.CONTROL):
+        if text not in wanted:
+            continue
+        if types[token_id] == TokenType.CONTROL or (text not in found and text.startswith(_UNMISTAKABLE)):
             found[text] = token_id
-    spared: set[str] = set()
-    for companions, text, token_type in _EXCEPTIONS:
-        if text in found and all(companion in tokens for companion in companions):
-            spared.add(text)
-            types[found[text]] = token_type
-    ends = {found[text] for text in found.keys() & END_MARKERS - spared}
+    ends = {found[text] for text in found.keys() & END_MARKERS}
     for name, texts in _FILE_MARKERS:
         declared = ids.get(name)
         ends.update([declared] if declared is not None else [found[text] for text in texts if text in found])
     for token_id in ends:
         types[token_id] = TokenType.CONTROL
+    if any(first in found and second in found for first, second in _PARTS):
+        ends.discard(found.get("<|end|>", -1))
     named = (eos_id, ids.get("eot"), ids.get("eom"))
     return frozenset(ends | {token_id for token_id in named if token_id is not None})
 
