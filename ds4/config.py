@@ -7,6 +7,7 @@ default. An unknown or malformed variable is an error at start that names the ne
 import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -337,3 +338,9 @@ def child_environment(settings: Settings) -> dict[str, str]:
     """The environment of this process, for a child that shall run under exactly these settings."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}  # noqa: TID251
     return inherited | as_environment(settings)
+
+
+def cache_dir() -> Path:
+    """Where this user's downloads live, by the XDG base directory rules. It need not exist yet."""
+    base = os.environ.get("XDG_CACHE_HOME", "")  # noqa: TID251
+    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "ds4-server"
