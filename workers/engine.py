@@ -31,6 +31,7 @@ from workers.sequence import Sequence, Status
 log = logging.getLogger(__name__)
 
 _SLEEP_S: Final = 0.1  # bounds how late a signal or a dead front end is noticed
+_PATIENCE_S: Final = 1.0  # how long a paused sequence keeps its seat while others wait
 _STATUS_S: Final = 0.05  # how often /slots and the gauges are brought up to date
 
 _SHUTTING_DOWN: Final = "the server is shutting down"
@@ -189,7 +190,7 @@ class Engine:
     # --- the step
 
     def _compute(self) -> bool:
-        self._paused_slots = self._paused()
+        self._look_at_paused()
         plan = self._scheduler.plan(self._paused_slots, may_preempt=self._runner.num_in_flight == 0)
         self._note(plan)
         if plan.batch is not None:
@@ -204,16 +205,34 @@ class Engine:
             self._show_status()
         return True
 
-    def _paused(self) -> set[int]:
-        """Slots that may not get a token now: no credit, or no room in their front end's ring.
+    def _look_at_paused(self) -> None:
+        """Which slots may not get a token now: no credit, or no room in their front end's ring.
 
         The ring keeps room for the step in flight, so whatever is planned now can be published.
         """
+        before = self._paused_slots
         slots = np.array(self._scheduler.candidate_slots(), np.int64)
-        if not len(slots):
-            return set()
-        writable = self._ring.writable(slots)
-        return set() if writable.all() else set(slots[~writable].tolist())
+        writable = self._ring.writable(slots) if len(slots) else np.ones(0, np.bool_)
+        self._paused_slots = set() if writable.all() else set(slots[~writable].tolist())
+        if before or self._paused_slots:
+            self._set_aside_slow()
+
+    def _set_aside_slow(self) -> None:
+        """Whose reader stays slow gives seat and pages to others that wait, and is recomputed later."""
+        now = self._clock()
+        for sequence in list(self._scheduler.running.values()):
+            if sequence.slot not in self._paused_slots:
+                sequence.paused_s = 0.0
+            elif not sequence.paused_s:
+                sequence.paused_s = now
+            elif (
+                now - sequence.paused_s >= _PATIENCE_S
+                and self._scheduler.waiting
+                and not sequence.num_in_flight
+            ):
+                sequence.paused_s = 0.0
+                self._scheduler.set_aside(sequence)
+                log.info("set aside: its reader is slow", extra={"request_id": sequence.request_id})
 
     def _note(self, plan: Plan) -> None:
         """Tell ring, metrics and log what the plan did besides its batch."""

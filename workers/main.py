@@ -91,7 +91,7 @@ def _run(
     ring = WorkerRing(directory, shape, encode_model_info(info))
     try:
         engine = build_engine(settings, ring=ring, metrics=metrics, device=device, limits=limits, info=info)
-        _handle_signals(engine)
+        _handle_signals(engine, ring)
         ring.set_state(WorkerState.READY)
         gc.collect()
         gc.freeze()  # what is loaded now lives as long as the process: never walk it again
@@ -115,7 +115,7 @@ def _run(
         metrics.close()
 
 
-def _handle_signals(engine: Engine) -> None:
+def _handle_signals(engine: Engine, ring: WorkerRing) -> None:
     """The first SIGTERM or SIGINT drains; the second ends the process at once."""
     asked = False
 
@@ -125,6 +125,7 @@ def _handle_signals(engine: Engine) -> None:
             os._exit(128 + number)  # the next worker sweeps what this one leaves
         asked = True
         engine.request_drain()
+        ring.wake()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)

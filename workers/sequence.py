@@ -62,6 +62,7 @@ class Sequence:
         "num_scheduled",
         "page_digests",
         "pages",
+        "paused_s",
         "request",
         "request_id",
         "reused_tokens",
@@ -109,6 +110,7 @@ class Sequence:
         self.num_sampling = 0  # steps in flight that sample this sequence
         self.num_in_flight = 0  # steps in flight with rows of it
         self.num_preemptions = 0
+        self.paused_s = 0.0  # since when its reader gives no credit; 0: it does
         self.submitted_s = submitted_s
         self.first_row_s = 0.0
         self.first_token_s = 0.0

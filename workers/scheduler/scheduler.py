@@ -70,7 +70,7 @@ class Scheduler:
                 too_large.append(victim)
                 rows, borders = [], []
                 break
-            self._preempt(victim)
+            self.set_aside(victim)
             preempted.append(victim)
             rows = [sequence for sequence in rows if sequence is not victim]
             borders = [sequence for sequence in borders if sequence is not victim]
@@ -87,6 +87,15 @@ class Scheduler:
             num_rows = sum(span.num_rows for span in spans)
             batch = Batch(spans=tuple(spans), num_rows=num_rows, num_decode=len(rows), seated=tuple(seated))
         return Plan(batch=batch, preempted=tuple(preempted), too_large=tuple(too_large))
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """Preempt a running sequence with nothing in flight: it waits again, before all newcomers."""
+        self.cache.register(sequence)
+        del self.running[sequence.seat]
+        sequence.num_preemptions += 1
+        sequence.move(Status.WAITING)
+        self._release(sequence)
+        self.waiting.push(sequence)
 
     def leave(self, sequence: Sequence, *, is_sound: bool = True) -> None:
         """A sequence was finished: out of its queue; seat and pages go once nothing is in flight.
@@ -198,13 +207,6 @@ class Scheduler:
             sequence.reused_tokens = sequence.num_cached
         self.running[sequence.seat] = sequence
         return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        del self.running[sequence.seat]
-        sequence.num_preemptions += 1
-        sequence.move(Status.WAITING)
-        self._release(sequence)
-        self.waiting.push(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         self._free_seats.append(sequence.seat)
