@@ -37,7 +37,7 @@ http {{
         least_conn;
 {servers}
         keepalive 64;
-        keepalive_timeout 4s;
+        keepalive_timeout 60s;
     }}
     include {directory}/server.conf;
 }}
