@@ -1,0 +1,103 @@
+"""The two ways to answer a generating request: one document, or a stream of events.
+
+Owns: the order of events and what happens to a stream that fails. Runs in: front ends. Dialects give
+the shapes.
+"""
+
+import secrets
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from typing import Protocol
+
+from ds4.api.choices import Choice, Choices, Piece, TokenText, each_choice
+from ds4.api.errors import ClientGoneError, failure
+from ds4.api.exchange import Exchange
+from ds4.api.sse import DONE, EventStream, event
+
+
+class Identity:
+    """What all chunks of one answer have in common."""
+
+    __slots__ = ("created", "fingerprint", "id", "model")
+
+    def __init__(self, exchange: Exchange, prefix: str, model: str | None) -> None:
+        served = exchange.state.model
+        self.id = prefix + secrets.token_hex(12)
+        self.created = int(datetime.now(UTC).timestamp())
+        self.model = model or served.names[0]  # the request's name is echoed: it never selects a model
+        self.fingerprint = served.fingerprint
+
+
+class ChunkWriter(Protocol):
+    """A dialect's frames for one choice."""
+
+    def opening(self) -> bytes:
+        """Sent before the first token, at once."""
+        ...
+
+    def piece(self, piece: Piece) -> bytes:
+        """Sent for each piece that has text or tokens."""
+        ...
+
+    def ending(self, choice: Choice, finish: str) -> bytes:
+        """Sent last."""
+        ...
+
+
+async def stream_answer(
+    exchange: Exchange,
+    choices: Choices,
+    writer: Callable[[Choice], ChunkWriter],
+    usage_frame: Callable[[], bytes] | None,
+) -> None:
+    """Headers and opening chunks at once, pieces as they come, then usage and `[DONE]`.
+
+    An error after the headers becomes an error event: the stream ends, but never as if all was well.
+    """
+    stream = EventStream(exchange.send)
+    await stream.start()
+
+    async def run(choice: Choice) -> None:
+        chunks = writer(choice)
+        if opening := chunks.opening():
+            await stream.write(opening)
+        async for piece in choices.pieces(choice):
+            frames = chunks.piece(piece) if piece.text or piece.tokens else b""
+            if piece.finish:
+                frames += chunks.ending(choice, piece.finish)
+            await stream.write(frames)
+
+    with exchange.state.keep_alive.watching(stream):
+        try:
+            await each_choice(choices, run)
+        except ClientGoneError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the request boundary: headers are out
+            exchange.state.engine.metrics.add("ds4_request_errors_total")
+            await stream.finish(event(failure(error).body) + DONE)
+            return
+    await stream.finish((usage_frame() if usage_frame is not None else b"") + DONE)
+
+
+class Collected:
+    """A whole choice."""
+
+    __slots__ = ("choice", "finish", "text", "tokens")
+
+    def __init__(self, choice: Choice, pieces: Iterable[Piece]) -> None:
+        kept = list(pieces)
+        self.choice = choice
+        self.text = "".join(piece.text for piece in kept)
+        self.tokens: list[TokenText] = [token for piece in kept for token in piece.tokens]
+        self.finish = kept[-1].finish
+
+
+async def collect_answer(choices: Choices) -> list[Collected]:
+    """All choices, whole, in order. Raises WorkerError, ClientGoneError."""
+    done: dict[int, Collected] = {}
+
+    async def run(choice: Choice) -> None:
+        done[choice.index] = Collected(choice, [piece async for piece in choices.pieces(choice)])
+
+    await each_choice(choices, run)
+    return [done[choice.index] for choice in choices.all]

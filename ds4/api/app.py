@@ -1,0 +1,110 @@
+"""The ASGI application: routes, middleware, lifespan.
+
+Owns: which path leads where. Runs in: front ends.
+"""
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from ds4.api.chat import chat_completions
+from ds4.api.completions import completions
+from ds4.api.errors import failure
+from ds4.api.exchange import Endpoint, Exchange
+from ds4.api.health import Health
+from ds4.api.middleware import Authenticate, Observe, api_keys
+from ds4.api.models import Models
+from ds4.api.state import FrontState
+from ds4.api.status import Status
+from ds4.api.tokenize import apply_template, detokenize, tokenize
+from ds4.config import Settings
+from ds4.errors import Ds4Error
+from ds4.models import resolve_model
+
+_OPENAI: Final = "/v1"
+
+_POSTS: Final[tuple[tuple[str, Callable[[Exchange], Awaitable[None]]], ...]] = (
+    (_OPENAI + "/chat/completions", chat_completions),
+    ("/chat/completions", chat_completions),
+    (_OPENAI + "/completions", completions),
+    ("/completions", completions),
+    ("/tokenize", tokenize),
+    ("/detokenize", detokenize),
+    ("/apply-template", apply_template),
+)
+
+
+def create_app(settings: Settings, *, state: FrontState | None = None) -> Starlette:
+    """The application. Without `state` it is built here and lives as long as the lifespan.
+
+    Raises ConfigError, ModelFileError.
+    """
+    front = state or FrontState.build(settings, Path(resolve_model(settings.model, progress=False)))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await front.start()
+        try:
+            yield
+        finally:
+            await front.close()
+
+    return Starlette(
+        routes=_routes(front),
+        middleware=_middleware(settings, front),
+        exception_handlers={HTTPException: _on_error, Ds4Error: _on_error, Exception: _on_error},
+        lifespan=lifespan,
+    )
+
+
+def _routes(state: FrontState) -> list[BaseRoute]:
+    health, models, status = Health(state), Models(state), Status(state)
+    gets: list[tuple[str, Callable[[Request], Awaitable[Response]]]] = [
+        ("/health", health.ready),
+        ("/health/live", health.live),
+        ("/health/ready", health.ready),
+        (_OPENAI + "/models", models.list),
+        (_OPENAI + "/models/{name:path}", models.retrieve),
+        ("/models", models.list),
+        ("/models/{name:path}", models.retrieve),
+        ("/metrics", status.metrics),
+        ("/slots", status.slots),
+        ("/props", status.props),
+        ("/version", status.version),
+    ]
+    return [
+        *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets),
+        *(Route(path, Endpoint(state, answer), methods=["POST"], name=path) for path, answer in _POSTS),
+    ]
+
+
+def _middleware(settings: Settings, state: FrontState) -> list[Middleware]:
+    """Outermost first: even a refusal carries the request id and the CORS headers."""
+    out = [Middleware(Observe, state=state)]
+    if settings.cors:
+        origins = [origin.strip() for origin in settings.cors.split(",") if origin.strip()]
+        out.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=origins,
+                allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
+                allow_headers=["*"],
+                expose_headers=["X-Request-Id", "Retry-After"],
+            )
+        )
+    if keys := api_keys(settings):
+        out.append(Middleware(Authenticate, state=state, keys=keys))
+    return out
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return failure(error).response()

@@ -1,0 +1,282 @@
+"""Running choices: tokens from the worker become text, log-probabilities and one ending.
+
+Owns: what lies between a generation's tokens and a dialect's chunks; the same code serves streamed
+and whole answers, so that both cut at the same character. Runs in: front ends.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+from ds4.api.errors import BusyError, ClientGoneError, DrainingError
+from ds4.api.exchange import Exchange
+from ds4.engine_client import Generation
+from ds4.errors import RequestError, RingFullError, WorkerError
+from ds4.generation import FinishReason, GenerationEnd, TokenEvent
+from ds4.protocol.common import Plan, Timings, Usage, timings, usage
+from ds4.text.detokenizer import Detokenizer
+from ds4.text.stop import StopMatcher
+from ds4.text.tokenizer import Tokenizer
+
+_FINISH: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+class TokenText(msgspec.Struct, frozen=True):
+    """A token with its log-probability, ready to be shown."""
+
+    raw: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...]
+    offset: int  # in characters of the generated text
+
+    @property
+    def text(self) -> str:
+        """The bytes as text; U+FFFD stands for parts of a character."""
+        return self.raw.decode("utf-8", "replace")
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """What arrived for one choice: text that may be shown, the tokens it came from, the ending.
+
+    `tokens` is filled only where log-probabilities were asked for; a token is released with the first
+    of its characters, so that both stay aligned when text is held back.
+    """
+
+    text: str
+    tokens: tuple[TokenText, ...] = ()
+    finish: str = ""
+
+
+class Choice:
+    """One sequence of a request. Read by one task."""
+
+    def __init__(
+        self, index: int, prompt_index: int, generation: Generation | None, plan: Plan, tokenizer: Tokenizer
+    ) -> None:
+        self.index = index
+        self.prompt_index = prompt_index
+        self.num_generated = 0
+        self.num_cached_tokens = 0
+        self.first_token_s = 0.0
+        self.last_token_s = 0.0
+        self._generation = generation
+        self._plan = plan
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer)
+        self._matcher = StopMatcher(plan.stops) if plan.stops else None
+        self.wants_tokens = plan.sampling.num_logprobs >= 0
+        self._held: deque[TokenText] = deque()
+        self._num_characters = 0  # detokenized, shown or not
+        self._num_shown = 0
+        self._clock = asyncio.get_running_loop().time
+        self._started_s = self._clock()
+
+    async def read(self) -> Piece:
+        """The next piece that has something to show; the last one has `finish`. Raises WorkerError."""
+        if self._generation is None:  # max_tokens 0
+            return Piece("", finish="length")
+        while True:
+            events, end = await self._generation.read()
+            if events:
+                self._count(len(events))
+            piece = self._take(events, end)
+            if piece.finish and end is None:
+                end = await self._drain()
+            if end is not None:
+                self.num_cached_tokens = end.num_cached_tokens
+            if piece.text or piece.finish or piece.tokens:
+                return piece
+
+    def cancel(self) -> None:
+        """Stop generating."""
+        if self._generation is not None:
+            self._generation.cancel()
+
+    @property
+    def timings(self) -> Timings:
+        """Times of this choice so far."""
+        num_prompt = self._generation.num_prompt_tokens if self._generation is not None else 0
+        return timings(
+            num_prompt,
+            self.num_cached_tokens,
+            max(0.0, self.first_token_s - self._started_s),
+            self.num_generated,
+            max(0.0, self.last_token_s - self.first_token_s),
+        )
+
+    async def _drain(self) -> GenerationEnd:
+        """The worker's last word on a sequence that a stop string ended here."""
+        assert self._generation is not None
+        self._generation.cancel()
+        end: GenerationEnd | None = None
+        while end is None:
+            _, end = await self._generation.read()
+        return end
+
+    def _count(self, num_tokens: int) -> None:
+        self.last_token_s = self._clock()
+        if not self.first_token_s:
+            self.first_token_s = self.last_token_s
+
+    def _take(self, events: Sequence[TokenEvent], end: GenerationEnd | None) -> Piece:
+        texts: list[str] = []
+        finish = ""
+        by_text = False
+        matcher, push = self._matcher, self._detokenizer.push
+        for event in events:
+            self.num_generated += 1
+            text = push(event.token_id)
+            if self.wants_tokens:
+                self._held.append(self._token(event))
+            self._num_characters += len(text)
+            if matcher is not None and self.num_generated > self._plan.min_tokens:
+                text, matched = matcher.push(text)
+                if matched is not None:
+                    finish, by_text = "stop", True
+                    texts.append(text + matched if self._plan.include_stop else text)
+                    break
+            texts.append(text)
+        if end is not None and not finish:
+            finish = _FINISH.get(end.reason, "stop")
+            if matcher is not None:
+                texts.append(matcher.finish())
+        shown = "".join(texts)
+        if not self.wants_tokens:
+            return Piece(shown, finish=finish)
+        self._num_shown += len(shown)
+        return Piece(shown, self._release(everything=finish != "" and not by_text), finish)
+
+    def _token(self, event: TokenEvent) -> TokenText:
+        token_bytes = self._tokenizer.token_bytes
+        return TokenText(
+            token_bytes(event.token_id),
+            event.logprob,
+            tuple((token_bytes(token_id), logprob) for token_id, logprob in event.top),
+            self._num_characters,
+        )
+
+    def _release(self, *, everything: bool) -> tuple[TokenText, ...]:
+        """The tokens whose text has begun to show. A stop string takes its own tokens with it."""
+        out: list[TokenText] = []
+        while self._held and (everything or self._held[0].offset < self._num_shown):
+            out.append(self._held.popleft())
+        return tuple(out)
+
+
+class Choices:
+    """All sequences of one request. Owned by the task that answers it."""
+
+    def __init__(self, exchange: Exchange, choices: list[Choice], num_prompt_tokens: int) -> None:
+        self.all = choices
+        self.num_prompt_tokens = num_prompt_tokens
+        self._exchange = exchange
+        self._metrics = exchange.state.engine.metrics
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    async def pieces(self, choice: Choice) -> AsyncIterator[Piece]:
+        """The pieces of one choice up to its ending, counted. Raises ClientGoneError, WorkerError."""
+        clock = asyncio.get_running_loop().time
+        last_s = 0.0
+        num_before = 0
+        while True:
+            piece = await choice.read()
+            if self._exchange.gone:
+                raise ClientGoneError
+            new, num_before = choice.num_generated - num_before, choice.num_generated
+            if new:
+                now_s = clock()
+                if last_s:
+                    self._metrics.observe("ds4_inter_token_latency_seconds", (now_s - last_s) / new, new)
+                else:
+                    self._metrics.observe("ds4_time_to_first_token_seconds", now_s - self._exchange.arrived_s)
+                last_s = now_s
+                self._metrics.add("ds4_generation_tokens_total", new)
+            yield piece
+            if piece.finish:
+                self._metrics.add("ds4_request_success_total", label=piece.finish)
+                self._metrics.observe("ds4_request_generation_tokens", choice.num_generated)
+                self._metrics.observe("ds4_e2e_request_latency_seconds", clock() - self._exchange.arrived_s)
+                return
+
+    def cancel(self) -> None:
+        """Stop all of them."""
+        for choice in self.all:
+            choice.cancel()
+
+    @property
+    def usage(self) -> Usage:
+        """Exact counts. A prompt is counted once, however many choices it has."""
+        return usage(
+            self.num_prompt_tokens,
+            sum(choice.num_generated for choice in self.all),
+            sum({choice.prompt_index: choice.num_cached_tokens for choice in reversed(self.all)}.values()),
+        )
+
+
+@contextlib.contextmanager
+def open_choices(
+    exchange: Exchange, prompts: Sequence[Sequence[int]], plan: Plan, param: str
+) -> Iterator[Choices]:
+    """Hand every choice of every prompt to the worker: all, or none.
+
+    Whatever still runs when the block is left, or when the client goes away, is cancelled. Raises
+    RequestError, ContextOverflowError, BusyError, DrainingError, RingUnavailableError.
+    """
+    state, engine = exchange.state, exchange.state.engine
+    if len(prompts) * plan.num_choices > engine.max_generations:
+        raise RequestError(
+            f"{len(prompts)} prompts with n={plan.num_choices} are more sequences than this server "
+            f"runs at once for one request ({engine.max_generations})",
+            param="n" if plan.num_choices > 1 else param,
+            code="invalid_value",
+        )
+    limit = state.max_context_tokens
+    requests = [
+        (index, prompt, plan.generation(len(prompt), limit, choice, param))
+        for index, prompt in enumerate(prompts)
+        for choice in range(plan.num_choices)
+    ]
+    if engine.draining:
+        raise DrainingError("the server is shutting down")
+    opened: list[Choice] = []
+    choices = Choices(exchange, opened, sum(map(len, prompts)))
+    try:
+        for prompt_index, prompt, request in requests:
+            generation = engine.generate(request, prompt) if request.max_tokens > 0 else None
+            opened.append(Choice(len(opened), prompt_index, generation, plan, state.model.tokenizer))
+        engine.metrics.add("ds4_prompt_tokens_total", choices.num_prompt_tokens)
+        for prompt in prompts:
+            engine.metrics.observe("ds4_request_prompt_tokens", len(prompt))
+        exchange.prepared()
+        exchange.when_gone(choices.cancel)
+        yield choices
+    except RingFullError as error:
+        raise BusyError(engine.retry_after_s) from error
+    except WorkerError:
+        engine.metrics.add("ds4_request_errors_total")
+        raise
+    except ClientGoneError:
+        engine.metrics.add("ds4_requests_cancelled_total", len(opened))
+        raise
+    finally:
+        choices.cancel()
+
+
+async def each_choice(choices: Choices, work: Callable[[Choice], Awaitable[None]]) -> None:
+    """`work` for every choice at the same time; the first error ends all of them and is raised."""
+    if len(choices) == 1:
+        await work(choices.all[0])
+        return
+    tasks = [asyncio.ensure_future(work(choice)) for choice in choices.all]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,171 @@
+"""`POST /v1/completions`.
+
+Owns: the route. Runs in: front ends. Source: the OpenAI API reference.
+
+A prompt given as text is raw: what spells a control token is one, as in llama-server and vLLM, since
+clients that render a template themselves post its markers here.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from ds4.api.answers import Collected, Identity, collect_answer, stream_answer
+from ds4.api.choices import Choice, Choices, Piece, TokenText, open_choices
+from ds4.api.exchange import Exchange
+from ds4.api.sse import MARK, FrameTemplate, event
+from ds4.api.state import ServedModel
+from ds4.errors import RequestError
+from ds4.protocol.common import Plan
+from ds4.protocol.openai_completions import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    Prompt,
+    decode_completion,
+    plan_completion,
+    prompts_of,
+)
+
+_PARAM: Final = "prompt"
+
+
+async def completions(exchange: Exchange) -> None:
+    """The route."""
+    model = exchange.state.model
+    request, plan, prompts = await exchange.prepare(lambda body: _prepare(model, body))
+    echoes = _echoes(model, request, prompts)
+    with open_choices(exchange, prompts, plan, _PARAM) as choices:
+        identity = Identity(exchange, "cmpl-", request.model)
+        if plan.stream:
+            await _stream(exchange, choices, plan, identity, echoes)
+        else:
+            document = _document(choices, await collect_answer(choices), identity, echoes)
+            await exchange.reply(document)
+
+
+def _prepare(model: ServedModel, body: bytes) -> tuple[CompletionRequest, Plan, list[list[int]]]:
+    request = decode_completion(body)
+    plan = plan_completion(request, model.defaults, model.vocabulary)
+    add_special = request.add_special_tokens is not False
+    prompts = prompts_of(request, model.vocabulary.size)
+    return request, plan, [prompt_ids(model, prompt, add_special=add_special) for prompt in prompts]
+
+
+def prompt_ids(model: ServedModel, prompt: Prompt, *, add_special: bool) -> list[int]:
+    """The ids of one prompt; an empty one is BOS. Raises RequestError where there is no BOS."""
+    tokenizer = model.tokenizer
+    if isinstance(prompt, str):
+        ids = tokenizer.encode(prompt, add_special=add_special, parse_special=True)
+    else:
+        ids = prompt
+    if ids:
+        return ids
+    if tokenizer.bos_id is None:
+        raise RequestError(
+            "the prompt is empty and this model has no token to begin with", param=_PARAM, code="empty_prompt"
+        )
+    return [tokenizer.bos_id]
+
+
+def _echoes(model: ServedModel, request: CompletionRequest, prompts: list[list[int]]) -> list[str]:
+    """What goes before each prompt's text: the prompt as the client gave it."""
+    if not request.echo:
+        return [""] * len(prompts)
+    given = prompts_of(request, model.vocabulary.size)
+    return [each if isinstance(each, str) else model.tokenizer.decode(each, special=True) for each in given]
+
+
+class _CompletionChunks:
+    """The frames of one choice."""
+
+    def __init__(self, identity: Identity, choice: Choice, plan: Plan, echo: str) -> None:
+        self._identity = identity
+        self._index = choice.index
+        self._null_usage = plan.include_usage
+        self._echo = echo
+        self._template = FrameTemplate(self._chunk(MARK))
+
+    def _chunk(
+        self, text: str, logprobs: CompletionLogprobs | None = None, finish: str | None = None
+    ) -> Completion:
+        return _completion(
+            self._identity,
+            [CompletionChoice(index=self._index, text=text, logprobs=logprobs, finish_reason=finish)],
+            null_usage=self._null_usage,
+        )
+
+    def opening(self) -> bytes:
+        """The echoed prompt."""
+        return self._template.frame(self._echo) if self._echo else b""
+
+    def piece(self, piece: Piece) -> bytes:
+        """Text, with its tokens where they were asked for."""
+        if not piece.tokens:
+            return self._template.frame(piece.text)
+        return event(self._chunk(piece.text, _logprobs(piece.tokens, len(self._echo))))
+
+    def ending(self, choice: Choice, finish: str) -> bytes:
+        """The finish reason, and the times."""
+        return event(msgspec.structs.replace(self._chunk("", finish=finish), timings=choice.timings))
+
+
+def _completion(identity: Identity, choices: list[CompletionChoice], *, null_usage: bool) -> Completion:
+    return Completion(
+        id=identity.id,
+        created=identity.created,
+        model=identity.model,
+        system_fingerprint=identity.fingerprint,
+        choices=choices,
+        usage=None if null_usage else msgspec.UNSET,
+    )
+
+
+async def _stream(
+    exchange: Exchange, choices: Choices, plan: Plan, identity: Identity, echoes: list[str]
+) -> None:
+    def usage_frame() -> bytes:
+        chunk = _completion(identity, [], null_usage=True)
+        return event(msgspec.structs.replace(chunk, usage=choices.usage))
+
+    await stream_answer(
+        exchange,
+        choices,
+        lambda choice: _CompletionChunks(identity, choice, plan, echoes[choice.prompt_index]),
+        usage_frame if plan.include_usage else None,
+    )
+
+
+def _document(
+    choices: Choices, collected: list[Collected], identity: Identity, echoes: list[str]
+) -> Completion:
+    answers = []
+    for each in collected:
+        echo = echoes[each.choice.prompt_index]
+        answers.append(
+            CompletionChoice(
+                index=each.choice.index,
+                text=echo + each.text,
+                logprobs=_logprobs(each.tokens, len(echo)) if each.choice.wants_tokens else None,
+                finish_reason=each.finish,
+            )
+        )
+    document = _completion(identity, answers, null_usage=False)
+    return msgspec.structs.replace(document, usage=choices.usage, timings=collected[0].choice.timings)
+
+
+def _logprobs(tokens: Sequence[TokenText], start: int) -> CompletionLogprobs:
+    """Parallel lists; a position's best tokens include the chosen one, as OpenAI's do."""
+    top: list[dict[str, float] | None] = []
+    for token in tokens:
+        best = {raw.decode("utf-8", "replace"): logprob for raw, logprob in token.top}
+        best.setdefault(token.text, token.logprob)
+        top.append(best)
+    return CompletionLogprobs(
+        tokens=[token.text for token in tokens],
+        token_logprobs=[token.logprob for token in tokens],
+        top_logprobs=top,
+        text_offset=[start + token.offset for token in tokens],
+    )

@@ -1,0 +1,119 @@
+"""One HTTP request's two ends: its body with limits, and the notice that its client went away.
+
+Owns: the use of ASGI's receive and send for routes with a body. Runs in: front ends.
+Source: the ASGI specification.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from ds4.api.documents import document
+from ds4.api.errors import BodyTooLargeError, ClientGoneError, failure
+from ds4.api.state import FrontState
+
+_T = TypeVar("_T")
+
+
+class Exchange:
+    """Owned by the task that answers the request."""
+
+    def __init__(self, state: FrontState, scope: Scope, receive: Receive, send: Send) -> None:
+        self.state = state
+        self.scope = scope
+        self.send = send
+        self.arrived_s = asyncio.get_running_loop().time()
+        self.gone = False
+        self._receive = receive
+        self._on_gone: list[Callable[[], None]] = []
+        self._watcher: asyncio.Task[None] | None = None
+        self._is_preparing = False
+
+    async def body(self) -> bytes:
+        """The whole body. Raises BodyTooLargeError before reading more than the limit, ClientGoneError."""
+        limit = self.state.settings.max_body_bytes
+        too_large = BodyTooLargeError(f"the body is larger than {limit} bytes")
+        for name, value in self.scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value) > limit:
+                raise too_large
+        chunks: list[bytes] = []
+        num_bytes = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.gone = True
+                raise ClientGoneError
+            chunk = message.get("body", b"")
+            num_bytes += len(chunk)
+            if num_bytes > limit:
+                raise too_large
+            chunks.append(chunk)
+            if not message.get("more_body", False):
+                return b"".join(chunks)
+
+    async def prepare(self, work: Callable[[bytes], _T]) -> _T:
+        """`work(body)`, with the worker told that a request is on its way. From here on the client's
+        leaving is noticed. Raises what `work` raises, ClientGoneError.
+        """
+        body = await self.body()
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        self._is_preparing = True
+        self.state.engine.preparing(+1)
+        result = await self.state.compute(len(body), lambda: work(body))
+        if self.gone:
+            raise ClientGoneError
+        return result
+
+    def prepared(self) -> None:
+        """The request reached the worker, or ended before. Idempotent."""
+        if self._is_preparing:
+            self._is_preparing = False
+            self.state.engine.preparing(-1)
+
+    def close(self) -> None:
+        """The answer is out."""
+        self.prepared()
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        for call in self._on_gone:
+            call()
+
+    def when_gone(self, call: Callable[[], None]) -> None:
+        """Have `call` called once the client is gone; at once if it is."""
+        self._on_gone.append(call)
+        if self.gone:
+            call()
+
+    async def reply(self, value: object) -> None:
+        """Answer 200 with one JSON document."""
+        await document(value)(self.scope, self._receive, self.send)
+
+
+class Endpoint:
+    """An ASGI route with a JSON body; every exception becomes the answer that the table gives it."""
+
+    def __init__(self, state: FrontState, answer: Callable[[Exchange], Awaitable[None]]) -> None:
+        self._state = state
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI entry."""
+        exchange = Exchange(self._state, scope, receive, send)
+        try:
+            await self._answer(exchange)
+        except ClientGoneError:
+            return
+        except Exception as error:  # noqa: BLE001 - the request boundary
+            told = failure(error)
+            if told.reason:
+                self._state.engine.metrics.add("ds4_requests_rejected_total", label=told.reason)
+            await told.response()(scope, receive, send)
+        finally:
+            exchange.close()

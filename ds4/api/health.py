@@ -1,0 +1,34 @@
+"""`GET /health`, `/health/live`, `/health/ready`: open without a key.
+
+Owns: these routes. Runs in: front ends. Source: llama-server for `/health`; the split into live and
+ready is Kubernetes'. Live says that this process answers; ready that a new request would be served.
+"""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ds4.api.documents import document
+from ds4.api.errors import DrainingError, failure
+from ds4.api.state import FrontState
+from ds4.errors import RingUnavailableError
+
+
+class Health:
+    """The routes."""
+
+    def __init__(self, state: FrontState) -> None:
+        self._state = state
+
+    async def live(self, request: Request) -> Response:
+        """Answered whenever the process can."""
+        return document({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """A new request would be served; 503 with the reason otherwise."""
+        engine = self._state.engine
+        reason = engine.refusal
+        if engine.draining:
+            return failure(DrainingError("the server is shutting down")).response()
+        if reason is not None:
+            return failure(RingUnavailableError(reason)).response()
+        return document({"status": "ok"})

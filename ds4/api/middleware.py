@@ -1,0 +1,109 @@
+"""What every request passes: an id, the count of its answer, the key check.
+
+Owns: request ids, HTTP response counts, authentication. Runs in: front ends. Pure ASGI: nothing here
+wraps a body or adds a task to a stream.
+"""
+
+import hmac
+import logging
+import re
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ds4.api.errors import UnauthorizedError, failure
+from ds4.api.state import FrontState
+from ds4.config import Settings
+from ds4.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready"})
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+
+
+class Observe:
+    """Gives the request an id, the client's where it sent a usable one, and counts the answer."""
+
+    def __init__(self, app: ASGIApp, state: FrontState) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI entry."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = _header(scope, b"x-request-id")
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8).encode()
+        scope["ds4.request_id"] = request_id.decode()
+
+        async def observed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message.setdefault("headers", [])
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                status = int(message["status"])
+                self._state.engine.metrics.add("ds4_http_responses_total", label=f"{status // 100}xx")
+                _log.debug(
+                    "%s %s %d",
+                    scope["method"],
+                    scope["path"],
+                    status,
+                    extra={"request_id": request_id.decode()},
+                )
+            await send(message)
+
+        await self._app(scope, receive, observed)
+
+
+class Authenticate:
+    """Lets a request pass with one of the keys, as a bearer token or `x-api-key`."""
+
+    def __init__(self, app: ASGIApp, state: FrontState, keys: Sequence[bytes]) -> None:
+        self._app = app
+        self._state = state
+        self._keys = tuple(keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI entry."""
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._knows(scope):
+            await self._app(scope, receive, send)
+            return
+        told = failure(UnauthorizedError("a valid API key is needed: Authorization: Bearer KEY"))
+        self._state.engine.metrics.add("ds4_requests_rejected_total", label=told.reason)
+        await told.response()(scope, receive, send)
+
+    def _knows(self, scope: Scope) -> bool:
+        authorization = _header(scope, b"authorization")
+        scheme, _, token = authorization.partition(b" ")
+        given = token.strip() if scheme.lower() == b"bearer" else _header(scope, b"x-api-key")
+        # Every key is compared, each in constant time: timing tells nothing.
+        return sum([hmac.compare_digest(given, key) for key in self._keys]) > 0
+
+
+def api_keys(settings: Settings) -> list[bytes]:
+    """All keys that are accepted; empty: none is needed. Raises ConfigError for an unusable file."""
+    keys = [key.strip() for key in settings.api_key.split(",")]
+    if settings.api_key_file:
+        try:
+            lines = Path(settings.api_key_file).read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"the key file {settings.api_key_file} cannot be read: {error}", setting="api_key_file"
+            ) from None
+        keys += [line.strip() for line in lines if not line.lstrip().startswith("#")]
+        if not any(keys):
+            raise ConfigError(
+                f"the key file {settings.api_key_file} has no key in it", setting="api_key_file"
+            )
+    return [key.encode() for key in dict.fromkeys(keys) if key]
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value)
+    return b""

@@ -1,0 +1,78 @@
+"""`GET /v1/models`, `/v1/models/{id}`.
+
+Owns: these routes. Runs in: front ends. Source: the OpenAI API reference; `context_length` and
+`max_completion_tokens` are OpenRouter's and the C server's extensions, `meta` is llama-server's.
+"""
+
+from typing import Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ds4.api.documents import document
+from ds4.api.errors import NotFoundError
+from ds4.api.state import FrontState
+
+
+class ModelMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """What the file says of itself."""
+
+    architecture: str
+    name: str
+    n_vocab: int
+    n_ctx_train: int
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """One name the model answers to."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "ds4-server"
+    context_length: int
+    max_completion_tokens: int
+    meta: ModelMeta
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """All of them."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Models:
+    """The routes."""
+
+    def __init__(self, state: FrontState) -> None:
+        self._state = state
+
+    async def list(self, request: Request) -> Response:
+        """Every name."""
+        return document(ModelList(data=[self._card(name) for name in self._state.model.names]))
+
+    async def retrieve(self, request: Request) -> Response:
+        """One name. Raises NotFoundError."""
+        name = str(request.path_params["name"])
+        if name not in self._state.model.names:
+            raise NotFoundError(
+                f"the model {name[:200]!r} does not exist", param="model", code="model_not_found"
+            )
+        return document(self._card(name))
+
+    def _card(self, name: str) -> ModelCard:
+        model, limit = self._state.model, self._state.max_context_tokens
+        return ModelCard(
+            id=name,
+            created=model.created,
+            context_length=limit,
+            max_completion_tokens=min(model.defaults.max_tokens or limit, limit),
+            meta=ModelMeta(
+                architecture=model.file.architecture,
+                name=model.file.name,
+                n_vocab=model.vocabulary.size,
+                n_ctx_train=model.file.max_context_tokens,
+            ),
+        )

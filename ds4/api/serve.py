@@ -1,0 +1,135 @@
+"""One front-end process: uvicorn on a socket, and an orderly end.
+
+Owns: the process's event loop, its signals and its drain. Runs in: front ends. Source: uvicorn's
+`Server`, whose shutdown this one delays.
+
+SIGTERM or SIGINT: not ready and nothing new is taken from that moment, but connections are still
+answered, so that a load balancer sees the 503; what runs may finish until the drain deadline, the
+rest gets an error event. A second signal ends the process at once.
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import socket
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+import uvicorn
+
+from ds4.api.app import create_app
+from ds4.api.state import FrontState
+from ds4.config import Settings
+from ds4.errors import ConfigError, ErrorCode, WorkerError
+from ds4.logs import setup_logging
+from ds4.models import resolve_model
+
+_log = logging.getLogger(__name__)
+
+_LAST_WORDS_S: Final = 2.0  # for error events to leave after the drain deadline
+_KEEP_ALIVE_S: Final = 75  # longer than nginx keeps its upstream connections
+_BACKLOG: Final = 2048
+
+
+class FrontServer(uvicorn.Server):
+    """uvicorn, with our drain before its shutdown. Owned by `run_front`."""
+
+    def __init__(self, config: uvicorn.Config, state: FrontState) -> None:
+        super().__init__(config)
+        self._state = state
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Until drained."""
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """In place of uvicorn's: the signal is not raised again, a drained server ends with 0."""
+        if self._state.engine.draining:
+            os._exit(128 + sig)
+        self._state.engine.draining = True
+        if self._loop is None or not self.started:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        engine, limit_s = self._state.engine, self._state.settings.drain_timeout_s
+        _log.info("draining %d running requests for at most %d s", engine.num_running, limit_s)
+        await self._until_idle(limit_s)
+        if engine.num_running:
+            error = WorkerError("the server is shutting down", code=ErrorCode.SHUTTING_DOWN)
+            _log.warning("the drain deadline passed: %d requests end with an error", engine.abort_all(error))
+            await self._until_idle(_LAST_WORDS_S)
+        self.should_exit = True
+
+    async def _until_idle(self, limit_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._state.engine.wait_idle()
+
+
+def run_front(settings: Settings, socket_fd: int | None = None) -> int:
+    """Serve until a signal; the exit code. `socket_fd` is a listening socket to use instead of binding.
+
+    Raises ConfigError, ModelFileError, RingError before anything is served.
+    """
+    setup_logging(settings, "front")
+    state = FrontState.build(settings, Path(resolve_model(settings.model, progress=False)))
+    app = create_app(settings, state=state)
+    listener = _listener(settings, socket_fd)
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="off",  # started below, so that its errors end the process with their message
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(_LAST_WORDS_S),
+        backlog=_BACKLOG,
+    )
+    server = FrontServer(config, state)
+
+    async def run() -> None:
+        await state.start()
+        try:
+            gc.collect()
+            gc.freeze()  # what lives as long as the process is not looked at again
+            await server.serve([listener])
+        finally:
+            await state.close()
+
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(run())
+    return 0
+
+
+def _listener(settings: Settings, socket_fd: int | None) -> socket.socket:
+    if socket_fd is not None:
+        listener = socket.socket(fileno=socket_fd)
+    else:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((settings.host, settings.port))
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(
+                f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port",
+                setting="port",
+            ) from None
+    listener.setblocking(False)
+    return listener

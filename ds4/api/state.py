@@ -1,0 +1,87 @@
+"""What one front-end process holds: its settings, the model's text side, its way to the worker.
+
+Owns: `FrontState`, made at start and passed to every endpoint; no request changes it. Runs in: front
+ends.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, TypeVar
+
+from ds4 import __version__
+from ds4.api.sse import KeepAlive
+from ds4.config import Settings
+from ds4.engine_client import EngineClient
+from ds4.model_file import ModelFile
+from ds4.protocol.common import SamplingDefaults, Vocabulary, sampling_defaults
+from ds4.shared_dir import prepare_shared_directory
+from ds4.text.chat_template import ChatTemplate
+from ds4.text.tokenizer import Tokenizer
+
+# Bodies from this size on are parsed and tokenized in a thread: under it the hop costs more.
+OFF_LOOP_BYTES: Final = 16 * 1024
+_T = TypeVar("_T")
+
+
+class ServedModel:
+    """The text side of the model, and the names it answers to. Immutable."""
+
+    def __init__(self, settings: Settings, file: ModelFile) -> None:
+        self.file = file
+        self.tokenizer = Tokenizer.from_model(file)
+        self.template = ChatTemplate.from_model(file, self.tokenizer)
+        aliases = [name.strip() for name in settings.model_alias.split(",") if name.strip()]
+        self.names: tuple[str, ...] = tuple(dict.fromkeys(aliases)) or (file.path.stem,)
+        self.defaults: SamplingDefaults = sampling_defaults(settings, file.metadata)
+        self.vocabulary = Vocabulary(size=self.tokenizer.vocab_size, end_ids=self.tokenizer.end_ids)
+        trained = file.max_context_tokens
+        self.max_context_tokens = min(settings.ctx, trained) if settings.ctx else trained
+        digest = hashlib.sha256(f"{__version__} {file.tokenizer_hash} {file.name}".encode()).hexdigest()
+        self.fingerprint = f"fp_{digest[:12]}"
+        self.created = int(datetime.now(UTC).timestamp())
+
+
+class FrontState:
+    """Everything the endpoints share. Owned by the process's one event loop."""
+
+    def __init__(self, settings: Settings, model: ServedModel, engine: EngineClient) -> None:
+        self.settings = settings
+        self.model = model
+        self.engine = engine
+        self.keep_alive = KeepAlive()
+        # One thread: two would only take turns on the interpreter lock that the loop needs too.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ds4-text")
+
+    @classmethod
+    def build(cls, settings: Settings, path: Path) -> "FrontState":
+        """Read the model's text side. Raises ConfigError, ModelFileError."""
+        directory = prepare_shared_directory(settings)
+        model = ServedModel(settings, ModelFile.open(path))
+        engine = EngineClient(settings, directory, tokenizer_hash=model.file.tokenizer_hash)
+        return cls(settings, model, engine)
+
+    async def start(self) -> None:
+        """Take the front end's place in the ring. Raises RingFullError, RingError."""
+        await self.engine.start()
+
+    async def close(self) -> None:
+        """Give everything back."""
+        self.keep_alive.close()
+        await self.engine.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def max_context_tokens(self) -> int:
+        """The context window of one request, as the worker has it."""
+        info = self.engine.model_info
+        return info.max_context_tokens if info is not None else self.model.max_context_tokens
+
+    async def compute(self, size_bytes: int, work: Callable[[], _T]) -> _T:
+        """`work()`, off the loop where its input is large enough to stall the other streams."""
+        if size_bytes < OFF_LOOP_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

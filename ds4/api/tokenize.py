@@ -1,0 +1,81 @@
+"""`POST /tokenize`, `/detokenize`, `/apply-template`.
+
+Owns: these routes; they never reach the worker. Runs in: front ends. Source: llama-server.
+"""
+
+from ds4.api.exchange import Exchange
+from ds4.api.state import ServedModel
+from ds4.errors import RequestError
+from ds4.protocol.common import check_token_ids
+from ds4.protocol.openai_chat import decode_template, template_kwargs, template_messages
+from ds4.protocol.tokens import (
+    DetokenizeAnswer,
+    TemplateAnswer,
+    TokenizeAnswer,
+    TokenPiece,
+    decode_detokenize,
+    decode_tokenize,
+)
+
+
+async def tokenize(exchange: Exchange) -> None:
+    """Text to ids."""
+    state = exchange.state
+    body = await exchange.body()
+    answer = await state.compute(len(body), lambda: _tokenize(state.model, body, state.max_context_tokens))
+    await exchange.reply(answer)
+
+
+async def detokenize(exchange: Exchange) -> None:
+    """Ids to text."""
+    state = exchange.state
+    body = await exchange.body()
+    await exchange.reply(await state.compute(len(body), lambda: _detokenize(state.model, body)))
+
+
+async def apply_template(exchange: Exchange) -> None:
+    """Messages to the text that the model would see."""
+    state = exchange.state
+    body = await exchange.body()
+    await exchange.reply(await state.compute(len(body), lambda: _apply_template(state.model, body)))
+
+
+def _tokenize(model: ServedModel, body: bytes, max_context_tokens: int) -> TokenizeAnswer:
+    request = decode_tokenize(body)
+    text = request.content if request.content is not None else request.prompt
+    if text is None:
+        raise RequestError("content is required", param="content", code="missing_required_parameter")
+    ids = model.tokenizer.encode(
+        text,
+        add_special=bool(request.add_special or request.add_special_tokens),
+        parse_special=request.parse_special is not False,
+    )
+    tokens = [TokenPiece(token_id, _piece(model, token_id)) for token_id in ids]
+    return TokenizeAnswer(
+        tokens=tokens if request.with_pieces else ids, count=len(ids), max_model_len=max_context_tokens
+    )
+
+
+def _piece(model: ServedModel, token_id: int) -> str | list[int]:
+    raw = model.tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(raw)
+
+
+def _detokenize(model: ServedModel, body: bytes) -> DetokenizeAnswer:
+    request = decode_detokenize(body)
+    check_token_ids("tokens", request.tokens, model.vocabulary.size)
+    text = model.tokenizer.decode(request.tokens, special=True)
+    return DetokenizeAnswer(content=text, prompt=text)
+
+
+def _apply_template(model: ServedModel, body: bytes) -> TemplateAnswer:
+    request = decode_template(body)
+    guarded = model.template.render(
+        template_messages(request.messages),
+        add_generation_prompt=request.add_generation_prompt is not False,
+        kwargs=template_kwargs(request),
+    )
+    return TemplateAnswer(model.template.display(guarded))

@@ -1,0 +1,316 @@
+"""The asyncio bridge to the worker: submit, read tokens, cancel, go on after a worker restart.
+
+Owns: this front end's `FrontEndRing`, and what each running generation needs to be repeated.
+Runs in: front ends, on their event loop. Source: the ring's protocol (ds4/ring) and the rule that a
+sequence is a function of (prompt, parameters, seed, position), which makes a resumed stream continue
+with the same tokens.
+"""
+
+import asyncio
+import logging
+import math
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ds4.config import Settings
+from ds4.errors import ErrorCode, RingFullError, RingUnavailableError, WorkerError
+from ds4.generation import (
+    FinishReason,
+    GenerationEnd,
+    GenerationRequest,
+    ModelInfo,
+    TokenEvent,
+    decode_model_info,
+    encode_request,
+)
+from ds4.metrics import Metrics
+from ds4.ring.front_end import FrontEndRing, RingStream
+from ds4.ring.states import WorkerState
+
+_log = logging.getLogger(__name__)
+
+_RETRY_S: Final = 0.05  # between attempts to hand a resumed request to a worker that is there but full
+_MAX_RETRY_AFTER_S: Final = 60
+# Endings after which the same request can succeed on the next worker.
+_WORKER_LOST: Final = frozenset({ErrorCode.DEVICE, ErrorCode.SHUTTING_DOWN})
+
+
+class EngineClient:
+    """One per front-end process. All calls come from its event loop."""
+
+    def __init__(self, settings: Settings, directory: Path, *, tokenizer_hash: str) -> None:
+        self.ring = FrontEndRing(directory)
+        self.draining = False
+        self.max_generations = settings.slots_per_front_end
+        self._settings = settings
+        self._directory = directory
+        self._tokenizer_hash = tokenizer_hash
+        self._metrics: Metrics | None = None
+        self._info_raw: bytes | None = None
+        self._info: ModelInfo | None = None
+        self._running: set[Generation] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._num_resuming = 0
+        self._num_preparing = 0
+        self._mean_duration_s = 1.0
+
+    async def start(self) -> None:
+        """Take a front-end place. Does not wait for a worker. Raises RingFullError, RingError."""
+        await self.ring.start()
+        self._metrics = Metrics.open(self._directory, owner=self.ring.index)
+
+    async def close(self) -> None:
+        """Give the place back; whatever still runs is cancelled."""
+        for generation in list(self._running):
+            generation.cancel()
+        await self.ring.close()
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+    @property
+    def metrics(self) -> Metrics:
+        """The counters of this process. Only between `start` and `close`."""
+        assert self._metrics is not None, "the engine client is not started"
+        return self._metrics
+
+    @property
+    def model_info(self) -> ModelInfo | None:
+        """What the attached worker serves; None without one."""
+        raw = self.ring.model_info if self.ring.attached else None
+        if raw is None:
+            return None
+        if raw != self._info_raw:
+            self._info_raw, self._info = raw, decode_model_info(raw)
+            if self._info.tokenizer_hash != self._tokenizer_hash:
+                _log.error("the worker serves another model than this front end: restart one of them")
+        return self._info
+
+    @property
+    def ready(self) -> bool:
+        """True while new requests can be served."""
+        return not self.draining and self.refusal is None
+
+    @property
+    def num_running(self) -> int:
+        """Generations that have not ended yet."""
+        return len(self._running)
+
+    async def wait_idle(self) -> None:
+        """Until nothing runs."""
+        await self._idle.wait()
+
+    @property
+    def retry_after_s(self) -> int:
+        """When a slot is likely to be free, from how long requests took lately."""
+        waiting = self.ring.num_pending() if self.ring.attached else 0
+        seconds = self._mean_duration_s * (waiting + 1) / max(1, len(self._running))
+        return max(1, min(_MAX_RETRY_AFTER_S, math.ceil(seconds)))
+
+    def preparing(self, change: int) -> None:
+        """Tell the worker that `change` more (or fewer) requests are on their way to it."""
+        self._num_preparing += change
+        if self.ring.attached:
+            self.ring.set_preparing(self._num_preparing)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no worker would take a request now; None when one would."""
+        info = self.model_info
+        if info is None:
+            return "no worker is attached yet"
+        if info.tokenizer_hash != self._tokenizer_hash:
+            return "the worker serves another model than this front end"
+        if self.ring.worker_state is not WorkerState.READY:
+            return "the worker is loading or draining"
+        return None
+
+    def generate(self, request: GenerationRequest, prompt: Sequence[int]) -> "Generation":
+        """Hand a request to the worker.
+
+        Raises RingUnavailableError while nothing can be served, RingFullError without a free slot.
+        """
+        if self.draining:
+            raise RingUnavailableError("the server is shutting down")
+        if (refusal := self.refusal) is not None:
+            raise RingUnavailableError(refusal)
+        if self._num_resuming and self.ring.num_free_slots <= self._num_resuming:
+            raise RingFullError("every slot is taken by a running request")  # they come first
+        ids = np.asarray(prompt, dtype=np.uint32)
+        generation = Generation(self, request, ids, self.submit(request, ids))
+        self._running.add(generation)
+        self._idle.clear()
+        return generation
+
+    def submit(self, request: GenerationRequest, prompt: NDArray[np.uint32]) -> RingStream:
+        """Put one request on the ring. For `Generation`."""
+        return self.ring.submit(encode_request(request), prompt)
+
+    async def resubmit(self, request: GenerationRequest, prompt: NDArray[np.uint32]) -> RingStream:
+        """Put a request on the ring as soon as a worker takes it.
+
+        Raises WorkerError after `resume_timeout_s`, RingUnavailableError when another model came.
+        """
+        self._num_resuming += 1
+        try:
+            async with asyncio.timeout(self._settings.resume_timeout_s):
+                while True:
+                    await self.ring.wait_attached()
+                    info = self.model_info
+                    if info is not None and info.tokenizer_hash != self._tokenizer_hash:
+                        raise RingUnavailableError("the worker was replaced by one with another model")
+                    try:
+                        stream = self.submit(request, prompt)
+                    except (RingFullError, RingUnavailableError):
+                        await asyncio.sleep(_RETRY_S)
+                        continue
+                    self.metrics.add("ds4_resumed_streams_total")
+                    return stream
+        except TimeoutError:
+            message = "the worker was lost and none came back in time"
+            raise WorkerError(message, code=ErrorCode.DEVICE) from None
+        finally:
+            self._num_resuming -= 1
+
+    @property
+    def resume_attempts(self) -> int:
+        """How often one generation may be resumed."""
+        return self._settings.resume_attempts
+
+    def ended(self, generation: "Generation", duration_s: float | None = None) -> None:
+        """A generation came to its end, after `duration_s` where it ran to it. For `Generation`."""
+        if generation in self._running:
+            self._running.discard(generation)
+            if not self._running:
+                self._idle.set()
+            if duration_s is not None:
+                self._mean_duration_s += 0.1 * (duration_s - self._mean_duration_s)
+
+    def abort_all(self, error: WorkerError) -> int:
+        """End everything that runs with this error; returns how many there were."""
+        running = list(self._running)
+        for generation in running:
+            generation.abort(error)
+        return len(running)
+
+
+class Generation:
+    """One sequence that is being generated. Read by one task; may be cancelled from another.
+
+    `num_generated` counts the tokens read so far.
+    """
+
+    def __init__(
+        self, client: EngineClient, request: GenerationRequest, prompt: NDArray[np.uint32], stream: RingStream
+    ) -> None:
+        self.request = request
+        self.num_prompt_tokens = len(prompt)
+        self._client = client
+        self._prompt = prompt
+        self._stream = stream
+        self._tokens = array("I")
+        self._attempts = 0
+        self._ended = False
+        self._cancelled = False
+        self._error: WorkerError | None = None
+        self._resuming: asyncio.Task[RingStream] | None = None
+        self._started_s = asyncio.get_running_loop().time()
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that were read."""
+        return len(self._tokens)
+
+    async def read(self) -> tuple[list[TokenEvent], GenerationEnd | None]:
+        """Everything new, at least one token or the end. Waits; survives the loss of a worker.
+
+        Raises WorkerError when the generation failed, RingUnavailableError when it cannot go on.
+        """
+        try:
+            while True:
+                try:
+                    tokens, end = await self._stream.read()
+                except RingUnavailableError as loss:
+                    tokens, end = [], None
+                    lost = str(loss)
+                else:
+                    self._tokens.extend([token.token_id for token in tokens])
+                    if end is None:
+                        return tokens, None
+                    lost = end.error_text if self._is_loss(end) else ""
+                if self._error is not None:
+                    raise self._error
+                if self._cancelled:
+                    end = end or GenerationEnd(FinishReason.CANCELLED)
+                elif lost or end is None:
+                    await self._resume(lost)
+                    if tokens:
+                        return tokens, None
+                    continue
+                elif end.reason == FinishReason.ERROR:
+                    text = end.error_text or "the request failed"
+                    raise WorkerError(text, code=ErrorCode(end.error_code))
+                self._finish()
+                return tokens, end
+        except BaseException:
+            self._finish()
+            raise
+
+    def _is_loss(self, end: GenerationEnd) -> bool:
+        return (
+            end.reason == FinishReason.ERROR and end.error_code in _WORKER_LOST and not self._client.draining
+        )
+
+    async def _resume(self, why: str) -> None:
+        """Submit prompt and tokens so far again. Raises WorkerError when the budget is used up."""
+        self._attempts += 1
+        if self._attempts > self._client.resume_attempts:
+            message = f"the worker was lost ({why}) and the request was resumed too often"
+            raise WorkerError(message, code=ErrorCode.DEVICE)
+        count = len(self._tokens)
+        _log.info("a request lost its worker %d tokens in and is resumed: %s", count, why)
+        request = msgspec.structs.replace(self.request, num_resumed_tokens=count)
+        prompt = np.concatenate((self._prompt, np.array(self._tokens, np.uint32)))
+        self._resuming = asyncio.ensure_future(self._client.resubmit(request, prompt))
+        try:
+            await asyncio.wait((self._resuming,))
+            if not self._resuming.cancelled():  # else `cancel` or `abort` came first
+                self._stream = self._resuming.result()
+        finally:
+            self._resuming.cancel()
+            self._resuming = None
+        if self._cancelled or self._error is not None:
+            self._stream.cancel()
+
+    def cancel(self) -> None:
+        """Stop generating; the slot is free as soon as the worker noticed. Idempotent."""
+        if self._ended or self._cancelled:
+            return
+        self._cancelled = True
+        self._interrupt()
+        self._client.ended(self)  # nobody needs to read on for the slot to come back
+
+    def abort(self, error: WorkerError) -> None:
+        """End with `error`, which the reader gets instead of further tokens."""
+        if self._ended or self._error is not None:
+            return
+        self._error = error
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        if self._resuming is not None:
+            self._resuming.cancel()
+        else:
+            self._stream.cancel()
+
+    def _finish(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._client.ended(self, asyncio.get_running_loop().time() - self._started_s)

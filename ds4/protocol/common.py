@@ -1,0 +1,454 @@
+"""What the OpenAI dialects share on the wire: sampling fields, their checks, usage, errors.
+
+Owns: the wire names and ranges of everything that decides how tokens are drawn. Runs in: front ends.
+Source: the OpenAI API reference; extensions (top_k, min_p, repetition_penalty, stop_token_ids,
+min_tokens, ignore_eos) are spelt as vLLM and llama-server spell them.
+
+A field nobody declares is ignored; a declared field that would change the output and is not honoured
+is refused by name (`_REFUSED`). Nothing is accepted without effect.
+"""
+
+import math
+import re
+import secrets
+from collections.abc import Collection, Mapping
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from ds4.config import Settings
+from ds4.errors import ContextOverflowError, RequestError
+from ds4.generation import MAX_TOP_LOGPROBS, NO_LOGPROBS, GenerationRequest, SamplingParams
+
+MAX_CHOICES: Final = 128
+_SEED_BITS: Final = 64
+_MAX_BIAS: Final = 100.0
+
+# Declared fields that would change the output, and the values at which they do not. None never does.
+_REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "dry_multiplier": (0, 0.0),
+    "dynatemp_range": (0, 0.0),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "grammar": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "guided_json": (),
+    "guided_regex": ("",),
+    "json_schema": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "min_keep": (0, 1),
+    "mirostat": (0,),
+    "modalities": (["text"], []),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "samplers": ([],),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tfs_z": (1, 1.0),
+    "thinking": (False, {"type": "disabled"}),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_a": (0, 0.0),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1, 1.0),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+    "xtc_probability": (0, 0.0),
+}
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The body fields of every OpenAI route that generates. Built by decoding only."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    n_predict: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    # Refused where they would change the output; see _REFUSED.
+    allowed_token_ids: Any = None
+    audio: Any = None
+    bad_words: Any = None
+    chat_template: Any = None
+    continue_final_message: Any = None
+    documents: Any = None
+    dry_multiplier: Any = None
+    dynatemp_range: Any = None
+    function_call: Any = None
+    functions: Any = None
+    grammar: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    json_schema: Any = None
+    length_penalty: Any = None
+    logits_processors: Any = None
+    min_keep: Any = None
+    mirostat: Any = None
+    modalities: Any = None
+    prompt_logprobs: Any = None
+    response_format: Any = None
+    samplers: Any = None
+    structured_outputs: Any = None
+    suffix: Any = None
+    tfs_z: Any = None
+    thinking: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    top_a: Any = None
+    truncate_prompt_tokens: Any = None
+    typical_p: Any = None
+    use_beam_search: Any = None
+    web_search_options: Any = None
+    xtc_probability: Any = None
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request that names nothing gets. Fixed at start."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.05
+    repetition_penalty: float = 1.0
+    max_tokens: int = 0  # 0: until the context is full
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """A validated request, without its prompts: how to draw, when to stop, what to answer."""
+
+    sampling: SamplingParams
+    max_tokens: int | None
+    min_tokens: int
+    stops: tuple[str, ...]
+    include_stop: bool
+    stop_token_ids: tuple[int, ...]
+    num_choices: int
+    stream: bool
+    include_usage: bool
+
+    def generation(
+        self, num_prompt_tokens: int, max_context_tokens: int, choice: int, param: str
+    ) -> GenerationRequest:
+        """What one choice asks of the worker. Raises ContextOverflowError naming `param`.
+
+        The output is cut to what the context still holds; siblings differ in their seed.
+        """
+        room = max_context_tokens - num_prompt_tokens
+        if room < min(1, self.max_tokens if self.max_tokens is not None else 1):
+            raise ContextOverflowError(num_prompt_tokens, max_context_tokens, param=param)
+        max_tokens = room if self.max_tokens is None else min(self.max_tokens, room)
+        seed = (self.sampling.seed + choice) % (1 << _SEED_BITS)
+        return GenerationRequest(
+            max_tokens=max_tokens,
+            min_tokens=min(self.min_tokens, max_tokens),
+            stop_token_ids=self.stop_token_ids,
+            sampling=msgspec.structs.replace(self.sampling, seed=seed),
+        )
+
+
+class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
+    """What validation needs to know of the model's tokens."""
+
+    size: int
+    end_ids: Collection[int]
+
+
+def sampling_defaults(settings: Settings, metadata: Mapping[str, Any]) -> SamplingDefaults:
+    """Flag or variable, else the file's `general.sampling.*`, else the C server's defaults."""
+
+    def pick(setting: float, key: str, fallback: float) -> float:
+        value = metadata.get(f"general.sampling.{key}")
+        if setting >= 0:
+            return setting
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return float(value) if is_number and value is not None and value >= 0 else fallback
+
+    built_in = SamplingDefaults()
+    return SamplingDefaults(
+        temperature=pick(settings.temperature, "temp", built_in.temperature),
+        top_p=min(1.0, pick(settings.top_p, "top_p", built_in.top_p)),
+        top_k=int(pick(settings.top_k, "top_k", built_in.top_k)),
+        min_p=min(1.0, pick(settings.min_p, "min_p", built_in.min_p)),
+        repetition_penalty=pick(-1, "penalty_repeat", built_in.repetition_penalty) or 1.0,
+        max_tokens=settings.default_max_tokens,
+    )
+
+
+_PATH: Final = re.compile(r" - at `\$\.?([^`]*)`$")
+_T = TypeVar("_T")
+
+
+def decode_body(decoder: "msgspec.json.Decoder[_T]", body: bytes) -> _T:
+    """The body as its wire struct. Raises RequestError naming the field."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = _PATH.search(text)
+        param = found.group(1) if found else ""
+        reason = _PATH.sub("", text)
+        raise RequestError(
+            f"{param}: {reason}" if param else f"the body is not what this route takes: {reason}",
+            param=param or None,
+            code="invalid_type",
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply", code="invalid_json") from None
+
+
+def refuse_unsupported(fields: GenerationFields) -> None:
+    """Raises RequestError for a field that would change the output and has no effect here."""
+    for name, neutral in _REFUSED.items():
+        value = getattr(fields, name)
+        # The type too: False must not pass where 0 is neutral.
+        if value is not None and not any(value == each and type(value) is type(each) for each in neutral):
+            raise RequestError(
+                f"{name} is not supported by this server", param=name, code="unsupported_parameter"
+            )
+
+
+def make_plan(
+    fields: GenerationFields,
+    defaults: SamplingDefaults,
+    vocabulary: Vocabulary,
+    *,
+    num_logprobs: int,
+    least_max_tokens: int = 1,
+) -> Plan:
+    """All checks that need no prompt. Raises RequestError naming the field."""
+    refuse_unsupported(fields)
+    num_choices = _whole("n", fields.n, 1, 1, MAX_CHOICES)
+    best_of = _whole("best_of", fields.best_of, num_choices, 1, MAX_CHOICES)
+    if best_of != num_choices:
+        raise RequestError(
+            "best_of other than n is not supported", param="best_of", code="unsupported_parameter"
+        )
+    stop_token_ids = tuple(dict.fromkeys(fields.stop_token_ids or ()))
+    for token_id in stop_token_ids:
+        _check_id("stop_token_ids", token_id, vocabulary.size)
+    ends = () if fields.ignore_eos else tuple(sorted(vocabulary.end_ids))
+    penalty_name = "repetition_penalty" if fields.repetition_penalty is not None else "repeat_penalty"
+    penalty = fields.repetition_penalty if fields.repetition_penalty is not None else fields.repeat_penalty
+    sampling = SamplingParams(
+        temperature=_number("temperature", fields.temperature, defaults.temperature, 0.0, 100.0),
+        top_p=_number("top_p", fields.top_p, defaults.top_p, 0.0, 1.0),
+        top_k=_top_k(fields.top_k, defaults.top_k, vocabulary.size),
+        min_p=_number("min_p", fields.min_p, defaults.min_p, 0.0, 1.0),
+        repetition_penalty=_number(penalty_name, penalty, defaults.repetition_penalty, 0.01, 100.0),
+        presence_penalty=_number("presence_penalty", fields.presence_penalty, 0.0, -2.0, 2.0),
+        frequency_penalty=_number("frequency_penalty", fields.frequency_penalty, 0.0, -2.0, 2.0),
+        logit_bias=_logit_bias(fields.logit_bias, vocabulary.size),
+        seed=_seed(fields.seed),
+        num_logprobs=num_logprobs,
+    )
+    return Plan(
+        sampling=sampling,
+        max_tokens=_max_tokens(fields, defaults, least_max_tokens),
+        min_tokens=_whole("min_tokens", fields.min_tokens, 0, 0, 1 << 40),
+        stops=_stops(fields.stop),
+        include_stop=bool(fields.include_stop_str_in_output),
+        stop_token_ids=tuple(dict.fromkeys((*ends, *stop_token_ids))),
+        num_choices=num_choices,
+        stream=bool(fields.stream),
+        include_usage=_include_usage(fields),
+    )
+
+
+def check_top_logprobs(param: str, count: int) -> int:
+    """`count` itself. Raises RequestError outside 0 to 20."""
+    return _whole(param, count, NO_LOGPROBS, 0, MAX_TOP_LOGPROBS)
+
+
+def check_token_ids(param: str, ids: Collection[int], vocabulary_size: int) -> None:
+    """Raises RequestError for an id that the vocabulary does not have."""
+    for token_id in ids:
+        _check_id(param, token_id, vocabulary_size)
+
+
+def _check_id(param: str, token_id: int, vocabulary_size: int) -> None:
+    if not 0 <= token_id < vocabulary_size:
+        raise RequestError(
+            f"{param}: token id {token_id} is outside the vocabulary of {vocabulary_size}",
+            param=param,
+            code="invalid_value",
+        )
+
+
+def _whole(param: str, value: int | None, default: int, low: int, high: int) -> int:
+    if value is None:
+        return default
+    if not low <= value <= high:
+        raise RequestError(
+            f"{param} must be between {low} and {high}, got {value}", param=param, code="invalid_value"
+        )
+    return value
+
+
+def _number(param: str, value: float | None, default: float, low: float, high: float) -> float:
+    if value is None:
+        return default
+    if not low <= value <= high:
+        raise RequestError(
+            f"{param} must be between {low:g} and {high:g}, got {value:g}", param=param, code="invalid_value"
+        )
+    return float(value)
+
+
+def _top_k(value: int | None, default: int, vocabulary_size: int) -> int:
+    chosen = _whole("top_k", value, default, -1, 1 << 62)  # -1 and 0: off
+    return 0 if chosen <= 0 or chosen >= vocabulary_size else chosen
+
+
+def _max_tokens(fields: GenerationFields, defaults: SamplingDefaults, least: int) -> int | None:
+    newer = getattr(fields, "max_completion_tokens", None)
+    for param, value in (
+        ("max_completion_tokens", newer),
+        ("max_tokens", fields.max_tokens),
+        ("n_predict", fields.n_predict),
+    ):
+        if value == -1:  # llama-server's spelling of "no limit"
+            return defaults.max_tokens or None
+        if value is not None:
+            return _whole(param, value, 0, least, 1 << 62)
+    return defaults.max_tokens or None
+
+
+def _seed(value: int | None) -> int:
+    if value is None or value == -1:  # -1: llama-server's spelling of "any"
+        return secrets.randbits(_SEED_BITS)
+    return _whole("seed", value, 0, -(1 << 63), (1 << _SEED_BITS) - 1) % (1 << _SEED_BITS)
+
+
+def _stops(value: str | list[str] | None) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value or []
+    return tuple(dict.fromkeys(stop for stop in stops if stop))  # an empty one can never be met
+
+
+def _logit_bias(value: dict[str, float] | None, vocabulary_size: int) -> tuple[tuple[int, float], ...]:
+    pairs: dict[int, float] = {}
+    for key, bias in (value or {}).items():
+        try:
+            token_id = int(key)
+        except ValueError:
+            message = f"logit_bias: {key[:40]!r} is not a token id"
+            raise RequestError(message, param="logit_bias", code="invalid_value") from None
+        _check_id("logit_bias", token_id, vocabulary_size)
+        pairs[token_id] = _number("logit_bias", bias, 0.0, -_MAX_BIAS, _MAX_BIAS)
+    return tuple(pairs.items())
+
+
+def _include_usage(fields: GenerationFields) -> bool:
+    if fields.stream_options is None:
+        return False
+    if not fields.stream:
+        raise RequestError(
+            "stream_options is only allowed with stream", param="stream_options", code="invalid_value"
+        )
+    return bool(fields.stream_options.include_usage)
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """Part of `usage`."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """`usage`: exact counts of one request, all its choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage(num_prompt: int, num_completion: int, num_cached: int) -> Usage:
+    """The `usage` object."""
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_completion,
+        total_tokens=num_prompt + num_completion,
+        prompt_tokens_details=PromptTokensDetails(num_cached),
+    )
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """`timings`, an extension, named as llama-server names it. Prompt time includes the queue."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_second: float
+
+
+def timings(
+    num_prompt: int, num_cached: int, prompt_s: float, num_generated: int, decode_s: float
+) -> Timings:
+    """The `timings` object of one choice; `decode_s` runs from its first token to its last."""
+    computed = max(0, num_prompt - num_cached)
+    steps = max(0, num_generated - 1)  # the first token came out of the prompt
+    return Timings(
+        cache_n=num_cached,
+        prompt_n=computed,
+        prompt_ms=round(prompt_s * 1000, 3),
+        prompt_per_second=round(computed / prompt_s, 2) if prompt_s > 0 else 0.0,
+        predicted_n=num_generated,
+        predicted_ms=round(decode_s * 1000, 3),
+        predicted_per_second=round(steps / decode_s, 2) if decode_s > 0 else 0.0,
+    )
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The inside of an OpenAI error; the token counts only where the context overflowed."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    n_prompt_tokens: int = 0
+    n_ctx: int = 0
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """An OpenAI error, as a body or as a stream event."""
+
+    error: ErrorDetail

@@ -1,0 +1,123 @@
+"""`/v1/completions` on the wire: its request, its answer, its chunks.
+
+Owns: the names and shapes of this dialect. Runs in: front ends. Source: the OpenAI API reference.
+"""
+
+from typing import Any, Final, Literal
+
+import msgspec
+
+from ds4.errors import RequestError
+from ds4.generation import NO_LOGPROBS
+from ds4.protocol.common import (
+    GenerationFields,
+    Plan,
+    SamplingDefaults,
+    Timings,
+    Usage,
+    Vocabulary,
+    check_token_ids,
+    check_top_logprobs,
+    decode_body,
+    make_plan,
+)
+
+Prompt = str | list[int]
+
+
+class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
+    """The request body. A list of ids is one prompt; a list of strings or of lists is several."""
+
+    prompt: str | list[Any] | None = None
+    echo: bool | None = None
+    logprobs: int | bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """`logprobs` of a choice: parallel lists, one entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice, whole or as what a chunk adds to it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, or one event of a streamed one."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    timings: Timings | msgspec.UnsetType = msgspec.UNSET
+
+
+_decoder: Final = msgspec.json.Decoder(CompletionRequest)
+
+
+def decode_completion(body: bytes) -> CompletionRequest:
+    """The body, checked for types only. Raises RequestError."""
+    return decode_body(_decoder, body)
+
+
+def plan_completion(request: CompletionRequest, defaults: SamplingDefaults, vocabulary: Vocabulary) -> Plan:
+    """All checks that need no prompt. Raises RequestError naming the field."""
+    num_logprobs = NO_LOGPROBS
+    if request.logprobs is True:  # chat's spelling, sent by some clients: the chosen token's only
+        num_logprobs = 0
+    elif request.logprobs is not None and request.logprobs is not False:
+        num_logprobs = check_top_logprobs("logprobs", request.logprobs)
+    if request.echo and num_logprobs != NO_LOGPROBS:
+        raise RequestError(
+            "echo together with logprobs is not supported: prompt log-probabilities are not computed",
+            param="echo",
+            code="unsupported_parameter",
+        )
+    return make_plan(request, defaults, vocabulary, num_logprobs=num_logprobs, least_max_tokens=0)
+
+
+def prompts_of(request: CompletionRequest, vocabulary_size: int) -> list[Prompt]:
+    """The prompts: text, or ids that are in the vocabulary. Raises RequestError."""
+    prompt = request.prompt
+    if prompt is None:
+        raise RequestError("prompt is required", param="prompt", code="missing_required_parameter")
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise RequestError("prompt must not be an empty list", param="prompt", code="invalid_value")
+    if type(prompt[0]) is int:
+        return [_ids("prompt", prompt, vocabulary_size)]
+    out: list[Prompt] = []
+    for index, each in enumerate(prompt):
+        if isinstance(each, str):
+            out.append(each)
+        elif isinstance(each, list):
+            out.append(_ids(f"prompt[{index}]", each, vocabulary_size))
+        else:
+            raise _bad_prompt()
+    return out
+
+
+def _ids(param: str, values: list[Any], vocabulary_size: int) -> list[int]:
+    if any(type(value) is not int for value in values):
+        raise _bad_prompt()
+    check_token_ids(param, values, vocabulary_size)
+    return values
+
+
+def _bad_prompt() -> RequestError:
+    message = "prompt must be a string, a list of strings, a list of token ids, or a list of such lists"
+    return RequestError(message, param="prompt", code="invalid_type")

@@ -1,0 +1,70 @@
+"""`/tokenize`, `/detokenize` and `/apply-template` on the wire.
+
+Owns: the names and shapes of these routes. Runs in: front ends. Source: llama-server's routes of the
+same names; `prompt` for `content` and `add_special_tokens` are vLLM's spellings.
+"""
+
+from typing import Final
+
+import msgspec
+
+from ds4.protocol.common import decode_body
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of `/tokenize`. Special tokens are added and parsed only where asked for."""
+
+    content: str | None = None
+    prompt: str | None = None
+    add_special: bool | None = None
+    add_special_tokens: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+
+
+class TokenPiece(msgspec.Struct, frozen=True):
+    """A token with what it stands for: text, or its bytes where they are no text of their own."""
+
+    id: int
+    piece: str | list[int]
+
+
+class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `/tokenize`."""
+
+    tokens: list[int] | list[TokenPiece]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of `/detokenize`."""
+
+    tokens: list[int]
+
+
+class DetokenizeAnswer(msgspec.Struct, frozen=True):
+    """The answer of `/detokenize`, under both names that clients read."""
+
+    content: str
+    prompt: str
+
+
+class TemplateAnswer(msgspec.Struct, frozen=True):
+    """The answer of `/apply-template`."""
+
+    prompt: str
+
+
+_tokenize: Final = msgspec.json.Decoder(TokenizeRequest)
+_detokenize: Final = msgspec.json.Decoder(DetokenizeRequest)
+
+
+def decode_tokenize(body: bytes) -> TokenizeRequest:
+    """The body of `/tokenize`. Raises RequestError."""
+    return decode_body(_tokenize, body)
+
+
+def decode_detokenize(body: bytes) -> DetokenizeRequest:
+    """The body of `/detokenize`. Raises RequestError."""
+    return decode_body(_detokenize, body)
