@@ -19,11 +19,15 @@ from numpy.typing import NDArray
 _ID_BITS: Final = np.uint64(32)
 _ID_MASK: Final = np.uint64(0xFFFFFFFF)
 _NO_CANDIDATE: Final = np.uint64(0xFFFFFFFFFFFFFFFF)  # sorts after every real key
+_LOWEST: Final = np.finfo(np.float32).min
 
 
 class Candidates(NamedTuple):
-    """The k best of each row, best first. `complete` [n] is False where a row had so many values
-    equal to its k-th best that it was left out; such a row's entries are meaningless.
+    """The k best of each row, best first.
+
+    Logits of minus infinity are nobody's candidates: a row with fewer than k others is filled up with
+    id 0 and value -inf. `complete` [n] is False where a row had so many values equal to its k-th best
+    that it was left out; such a row's entries are meaningless.
     """
 
     ids: NDArray[np.int64]  # [n, k]
@@ -48,7 +52,7 @@ def ranked(row: NDArray[np.float32]) -> NDArray[np.int64]:
 def best(logits: NDArray[np.float32], k: int) -> Candidates:
     """The k best of each row. logits [n, vocab] without NaN, 1 <= k <= vocab."""
     num_rows, vocab = logits.shape
-    threshold = _lower_bounds(logits, k)
+    threshold = np.maximum(_lower_bounds(logits, k), _LOWEST)
     flat = np.flatnonzero(logits >= threshold[:, None])
     rows = flat // vocab
     counts = np.bincount(rows, minlength=num_rows)
@@ -62,9 +66,13 @@ def best(logits: NDArray[np.float32], k: int) -> Candidates:
     columns = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
     keys[rows, columns] = sort_keys(logits.reshape(-1)[flat], flat - rows * vocab)
     keys.sort(axis=1)
-    ids = (keys[:, :k] & _ID_MASK).astype(np.int64)
-    ids[~complete] = 0
-    return Candidates(ids, np.take_along_axis(logits, ids, axis=1), complete)
+    keys = keys[:, :k]
+    missing = keys == _NO_CANDIDATE
+    ids = (keys & _ID_MASK).astype(np.int64)
+    ids[missing] = 0
+    values = np.take_along_axis(logits, ids, axis=1)
+    values[missing] = -np.inf
+    return Candidates(ids, values, complete)
 
 
 def _lower_bounds(logits: NDArray[np.float32], k: int) -> NDArray[np.float32]:

@@ -43,7 +43,7 @@ def draw(
 
     # What top_k and min_p leave: known if it ends among these candidates or is the given mass.
     known_mass = ~np.isnan(mass)
-    ends_here = ~keep[:, -1] | (top_k <= num_candidates) | whole_row
+    ends_here = ~keep[:, -1] | np.isneginf(values[:, -1]) | (top_k <= num_candidates) | whole_row
     left = np.where(known_mass, mass, cumulative[:, -1])
 
     # top_p keeps the shortest prefix that holds its share of that, at least one candidate.

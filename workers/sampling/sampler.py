@@ -157,10 +157,12 @@ class HostSampler:
             if k >= vocab or not len(pending):
                 break
             found = candidates.best(values if len(pending) == len(values) else values[pending], k)
-            index = choose(pending, found.values)
-            done = found.complete & (index != filters.UNDECIDED)
-            tokens[pending[done]] = found.ids[done, index[done]]
-            pending = pending[~done]
+            done = np.flatnonzero(found.complete)
+            index = choose(pending[done], found.values[done])
+            decided = index != filters.UNDECIDED
+            done, index = done[decided], index[decided]
+            tokens[pending[done]] = found.ids[done, index]
+            pending = np.delete(pending, done)
         for i in range(len(pending)):
             row = pending[i : i + 1]
             order = candidates.ranked(values[row[0]])
