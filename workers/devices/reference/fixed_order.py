@@ -1,0 +1,84 @@
+"""Matrix products whose rows come out the same bits whatever shares the call.
+
+Owns: the choice of BLAS call sizes. Runs in: the worker; one thread. Source: this project.
+
+A BLAS picks its kernel by the number of rows, and some kernels add up a row in an order that depends
+on where in the block it stands. Which sizes agree differs between processors (measured with OpenBLAS:
+with AVX-512 all sizes from 2 rows up agree on large weights, with AVX2 only 8 and 16, and never
+1). So nothing is assumed: at load every size is tried on a probe, and only a set of sizes that give
+bit-identical rows at every position is used. A step is then cut into calls of exactly those sizes,
+the last one running over rows past the end that nobody reads.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_BLOCK_ROWS: Final = 256
+_SIZES: Final = (256, 128, 64, 32, 16, 8, 4, 2, 1)
+_SPLIT_ABOVE: Final = 32  # below this many rows one padded call is cheaper than two exact ones
+
+
+def agreeing_sizes(
+    multiply: Callable[[NDArray[np.float32]], NDArray[np.float32]],
+    num_inputs: int,
+    max_size: int = MAX_BLOCK_ROWS,
+) -> tuple[int, ...]:
+    """Call sizes, largest first, whose results agree bit for bit at every row position.
+
+    `multiply` maps [rows, num_inputs] to [rows, anything] as the real code will. The probe is one
+    random row repeated: position-dependent sums show up as unequal rows, order-dependent ones as
+    unequal results between sizes. Never empty: a single row always agrees with itself.
+    """
+    row = np.random.default_rng(1).standard_normal(num_inputs, np.float32)
+    classes: dict[bytes, list[int]] = {}
+    for size in _SIZES:
+        if size > max_size:
+            continue
+        result = multiply(np.tile(row, (size, 1))).reshape(size, -1)
+        if (result == result[0]).all():
+            classes.setdefault(result[0].tobytes(), []).append(size)
+    # The largest calls decide the speed of a prompt; among equals, more sizes waste fewer padded rows.
+    found = sorted(classes.values(), key=lambda sizes: (sizes[0], len(sizes)))
+    return tuple(found[-1])
+
+
+def cover(num_rows: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """(start, size) of the calls that cover `num_rows` rows; the last may pass the end by under `sizes[0]`.
+
+    `sizes` descend. The cover is a function of `num_rows` only for speed: results do not depend on it.
+    """
+    calls, start = [], 0
+    while start < num_rows:
+        left = num_rows - start
+        fitting = [size for size in sizes if size <= left]
+        padded = [size for size in sizes if size >= left]
+        size = padded[-1] if padded and (left <= _SPLIT_ABOVE or not fitting) else fitting[0]
+        calls.append((start, size))
+        start += size
+    return calls
+
+
+class FixedOrderMatmul:
+    """`out = x @ weight.T` for the first rows of fixed buffers. Owns its float32 weight, [outputs, inputs]."""
+
+    def __init__(
+        self, weight: NDArray[np.float32], known_sizes: dict[tuple[int, ...], tuple[int, ...]]
+    ) -> None:
+        """`known_sizes` remembers the sizes by shape, so that equal layers are probed once."""
+        self._transposed = weight.T
+        if weight.shape not in known_sizes:
+            known_sizes[weight.shape] = agreeing_sizes(
+                lambda x: np.matmul(x, self._transposed), weight.shape[1]
+            )
+        self.sizes = known_sizes[weight.shape]
+
+    def __call__(self, x: NDArray[np.float32], num_rows: int, out: NDArray[np.float32]) -> None:
+        """X [rows, inputs] and out [rows, outputs] float32, row-major, with MAX_BLOCK_ROWS spare rows.
+
+        Rows of `out` past `num_rows` are overwritten with values without meaning.
+        """
+        for start, size in cover(num_rows, self.sizes):
+            np.matmul(x[start : start + size], self._transposed, out=out[start : start + size])
