@@ -279,7 +279,7 @@ class Engine:
             self._ring.publish(*tokens.arrays())
         if tokens.finals:
             self._ring.finish(tokens.finals)
-        self._scheduler.collected(outcome.batch)
+        self._scheduler.collected(outcome.batch, outcome.elapsed_s)
         self._note_step(outcome)
 
     def _results(self, outcome: Outcome) -> _StepTokens:

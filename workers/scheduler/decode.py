@@ -10,13 +10,19 @@ from workers.kvcache.prefix import PrefixCache
 from workers.sequence import Sequence
 
 
-def decode_rows(running: Iterable[Sequence], paused: Collection[int]) -> list[Sequence]:
-    """The sequences that get a decode row. `paused` are slots that may not get a token now."""
-    return [
-        sequence
-        for sequence in running
-        if sequence.is_decoding and not sequence.is_full and sequence.slot not in paused
-    ]
+def split_running(
+    running: Iterable[Sequence], paused: Collection[int]
+) -> tuple[list[Sequence], list[Sequence]]:
+    """The sequences that get a decode row, and those in prefill. `paused` slots may get no token now."""
+    rows, prompts = [], []
+    for sequence in running:
+        if sequence.is_full:
+            continue
+        if not sequence.is_decoding:
+            prompts.append(sequence)
+        elif sequence.slot not in paused:
+            rows.append(sequence)
+    return rows, prompts
 
 
 def growing(rows: Iterable[Sequence], cache: PrefixCache) -> list[Sequence]:

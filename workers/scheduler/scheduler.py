@@ -8,12 +8,13 @@ later from its tokens (recompute as in vLLM). What comes out is a `Plan`; what h
 comes back through the sequences' counters.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from workers.kvcache.prefix import PrefixCache
 from workers.scheduler.batch import Batch, Plan, Span
-from workers.scheduler.decode import decode_rows, growing
+from workers.scheduler.decode import growing, split_running
 from workers.scheduler.fairness import WaitingQueue
+from workers.scheduler.pace import PrefillPace
 from workers.scheduler.prefill import share_rows
 from workers.sequence import NO_SEAT, Sequence, Status
 
@@ -28,6 +29,7 @@ class Scheduler:
         self.max_rows = max_rows
         self.waiting = WaitingQueue(in_turn=in_turn)
         self.running: dict[int, Sequence] = {}  # by seat
+        self._pace = PrefillPace(max_rows)
         self._leaving: dict[int, Sequence] = {}  # finished, with a step in flight; by seat
         self._free_seats = list(range(max_seats - 1, -1, -1))
         self._blocked: tuple[Sequence, int] | None = None  # next in turn that did not fit, and when
@@ -58,7 +60,7 @@ class Scheduler:
 
         `paused` are slots that may not get a token now. `may_preempt`: nothing is in flight.
         """
-        rows = decode_rows(self.running.values(), paused)
+        rows, prompts = split_running(self.running.values(), paused)
         borders = growing(rows, self.cache)
         preempted: list[Sequence] = []
         too_large: list[Sequence] = []
@@ -72,16 +74,20 @@ class Scheduler:
                 break
             self.set_aside(victim)
             preempted.append(victim)
-            rows = [sequence for sequence in rows if sequence is not victim]
-            borders = [sequence for sequence in borders if sequence is not victim]
+            rows, prompts, borders = (
+                [sequence for sequence in each if sequence is not victim] for each in (rows, prompts, borders)
+            )
         for sequence in borders:
             sequence.pages += self.cache.take([], 1)
         spans = [Span(sequence, sequence.num_scheduled, 1, sequence.schedule(1)) for sequence in rows]
         seated: list[Sequence] = []
         if not too_large:
-            # Who has just been preempted frees pages for others, not for a newcomer.
-            may_seat = not preempted
-            spans += self._prefill_spans(self.max_rows - len(rows), paused, seated, may_seat=may_seat)
+            # What a preempted sequence frees is for those who were short of it, not for newcomers.
+            newcomers = () if preempted else self._seatable(paused)
+            num_left = self.max_rows - len(rows)
+            if rows:
+                num_left = min(num_left, self._pace.max_prompt_rows)
+            spans += self._prefill_spans(num_left, prompts, newcomers, paused, seated)
         batch = None
         if spans:
             num_rows = sum(span.num_rows for span in spans)
@@ -116,8 +122,9 @@ class Scheduler:
         else:
             self._release(sequence)
 
-    def collected(self, batch: Batch) -> None:
+    def collected(self, batch: Batch, elapsed_s: float) -> None:
         """A step was collected and its tokens are known: index full pages, let the finished ones go."""
+        self._pace.note(batch.num_rows - batch.num_decode, batch.num_rows, elapsed_s)
         for span in batch.spans:
             sequence = span.sequence
             if sequence.status is Status.RUNNING:
@@ -135,19 +142,19 @@ class Scheduler:
             assert self.cache.num_held == 0, "an idle worker holds KV pages"
 
     def _prefill_spans(
-        self, num_rows: int, paused: Collection[int], seated: list[Sequence], *, may_seat: bool
+        self,
+        num_rows: int,
+        running: list[Sequence],
+        newcomers: Iterable[tuple[Sequence, int]],
+        paused: Collection[int],
+        seated: list[Sequence],
     ) -> Iterator[Span]:
-        """Chunks for running prompts and for those that can be seated now."""
+        """Chunks for running prompts and for those that can be seated now, which go to `seated`."""
         if num_rows <= 0:
             return
-        prompts = [
-            sequence
-            for sequence in self.running.values()
-            if not sequence.is_decoding and not sequence.is_full and _work(sequence, paused) > 0
-        ]
-        prompts.sort(key=_arrival)
+        prompts = sorted((one for one in running if _work(one, paused) > 0), key=_arrival)
         work = [_work(sequence, paused) for sequence in prompts]
-        for sequence, num_cached in self._seatable(paused) if may_seat else ():
+        for sequence, num_cached in newcomers:
             prompts.append(sequence)
             work.append(len(sequence.tokens) - num_cached)
         for sequence, share in zip(prompts, share_rows(work, num_rows), strict=True):

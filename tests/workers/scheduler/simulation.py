@@ -23,11 +23,13 @@ class Simulation:
         rows: int = 16,
         depth: int = 0,
         in_turn: bool = True,
+        row_s: float = 0.0,
         sample: Callable[[Sequence], int] = lambda sequence: len(sequence.tokens),
     ) -> None:
         self.scheduler = Scheduler(PrefixCache(pages, PAGE), max_seats=seats, max_rows=rows, in_turn=in_turn)
         self.rows = rows
         self.depth = depth
+        self.row_s = row_s  # what a row costs
         self.sample = sample
         self.paused: set[int] = set()
         self.flights: deque[Batch] = deque()
@@ -77,7 +79,7 @@ class Simulation:
                 if end is not None:
                     self.scheduler.leave(sequence)
                     self.finished.append(sequence)
-        self.scheduler.collected(batch)
+        self.scheduler.collected(batch, self.row_s * batch.num_rows)
 
     def check(self, batch: Batch) -> None:
         assert batch.num_rows == sum(span.num_rows for span in batch.spans) <= self.rows

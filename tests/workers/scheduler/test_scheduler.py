@@ -61,6 +61,30 @@ def test_a_prompt_is_computed_while_streams_decode() -> None:
     assert newcomer.status is Status.FINISHED
 
 
+def test_on_a_slow_device_prompts_leave_running_streams_their_pace() -> None:
+    simulation = Simulation(rows=512, pages=2000, row_s=0.005)
+    stream, prompt = make_sequence([1] * 400, 100), make_sequence([2] * 2000, 1)
+    simulation.add(stream)
+    simulation.turn()
+    simulation.add(prompt)
+    sizes = []
+    while prompt not in simulation.finished:
+        batch = simulation.turn().batch
+        assert batch is not None
+        assert batch.num_decode == 1
+        sizes.append(batch.num_rows)
+    assert max(sizes) * 0.005 == pytest.approx(0.2, rel=0.05)
+    simulation.add(alone := make_sequence([3] * 600, 1))
+    while stream not in simulation.finished:
+        simulation.turn()
+    assert simulation.turn().batch is None
+    assert alone in simulation.finished
+    simulation.add(make_sequence([4] * 600, 1))
+    batch = simulation.turn().batch
+    assert batch is not None
+    assert batch.num_rows == 512, "nobody decodes: the whole budget"
+
+
 def test_front_ends_take_turns() -> None:
     simulation = Simulation(seats=1)
     flood = [make_sequence([1], 1, front_end=0) for _ in range(5)]
