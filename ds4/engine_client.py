@@ -57,8 +57,8 @@ class EngineClient:
         self._running: set[Generation] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._num_resuming = 0
-        self._num_preparing = 0
+        self.num_resuming = 0
+        self.num_preparing = 0
         self._mean_duration_s = 1.0
 
     async def start(self) -> None:
@@ -116,9 +116,9 @@ class EngineClient:
 
     def preparing(self, change: int) -> None:
         """Tell the worker that `change` more (or fewer) requests are on their way to it."""
-        self._num_preparing += change
+        self.num_preparing += change
         if self.ring.attached:
-            self.ring.set_preparing(self._num_preparing)
+            self.ring.set_preparing(self.num_preparing)
 
     @property
     def refusal(self) -> str | None:
@@ -141,7 +141,7 @@ class EngineClient:
             raise RingUnavailableError("the server is shutting down")
         if (refusal := self.refusal) is not None:
             raise RingUnavailableError(refusal)
-        if self._num_resuming and self.ring.num_free_slots <= self._num_resuming:
+        if self.num_resuming and self.ring.num_free_slots <= self.num_resuming:
             raise RingFullError("every slot is taken by a running request")  # they come first
         ids = np.asarray(prompt, dtype=np.uint32)
         generation = Generation(self, request, ids, self.submit(request, ids))
@@ -158,7 +158,7 @@ class EngineClient:
 
         Raises WorkerError after `resume_timeout_s`, RingUnavailableError when another model came.
         """
-        self._num_resuming += 1
+        self.num_resuming += 1
         try:
             async with asyncio.timeout(self._settings.resume_timeout_s):
                 while True:
@@ -177,7 +177,7 @@ class EngineClient:
             message = "the worker was lost and none came back in time"
             raise WorkerError(message, code=ErrorCode.DEVICE) from None
         finally:
-            self._num_resuming -= 1
+            self.num_resuming -= 1
 
     @property
     def resume_attempts(self) -> int:

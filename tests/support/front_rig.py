@@ -40,8 +40,8 @@ def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that another thread or task brings about."""
     async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.002)  # noqa: ASYNC110 - the condition belongs to a thread
+        while not condition():  # noqa: ASYNC110 - the condition belongs to a thread
+            await asyncio.sleep(0.002)
 
 
 class Front:

@@ -26,6 +26,7 @@ from ds4.ring.worker_end import WorkerRing
 
 Script = Callable[[GenerationRequest, list[int]], Sequence[int]]
 _SLEEP_S: Final = 0.005
+_NO_LIMIT: Final = 1 << 40
 
 
 class Running:
@@ -42,7 +43,7 @@ class Running:
 class ScriptedWorker:
     """Answers each request with `script(request, prompt without resumed tokens)`, then STOP.
 
-    `hold()` lets no more tokens out until `release()`; the log-probability of token number i is
+    `hold_after` lets only so many tokens out until `release`; the log-probability of token number i is
     -i / 8, its alternatives are itself and its successor.
     """
 
@@ -65,9 +66,7 @@ class ScriptedWorker:
         self.tokens_per_step = 1
         self._num_cached = num_cached_tokens
         self._open: dict[int, Running] = {}
-        self._allowed = threading.Event()
-        self._allowed.set()
-        self._budget = -1
+        self._most_tokens = _NO_LIMIT
         self._stop = threading.Event()
         self._ready = threading.Event()
         self._info = ModelInfo(
@@ -97,13 +96,13 @@ class ScriptedWorker:
         self._thread.join(30)
         assert not self._thread.is_alive()
 
-    def hold(self) -> None:
-        """Keep every further token back."""
-        self._allowed.clear()
+    def hold_after(self, num_tokens: int) -> None:
+        """Send each request this many tokens and no more, until `release`."""
+        self._most_tokens = num_tokens
 
     def release(self) -> None:
         """Let tokens flow again."""
-        self._allowed.set()
+        self._most_tokens = _NO_LIMIT
 
     @property
     def num_open(self) -> int:
@@ -137,17 +136,18 @@ class ScriptedWorker:
             if self._open.pop(slot, None) is not None:
                 self.num_cancelled += 1
                 ring.finish({slot: self._end(FinishReason.CANCELLED)})
-        if self._allowed.is_set() and self._open:
-            for _ in range(self.tokens_per_step):
-                self._step(ring)
-        if not self._open or not self._allowed.is_set():
+        num_moved = sum(self._step(ring) for _ in range(self.tokens_per_step))
+        if not num_moved:
             ring.sleep(_SLEEP_S)
 
     def _end(self, reason: FinishReason) -> GenerationEnd:
         return GenerationEnd(reason, num_cached_tokens=self._num_cached)
 
-    def _step(self, ring: WorkerRing) -> None:
-        slots = np.array(sorted(self._open), np.int64)
+    def _step(self, ring: WorkerRing) -> bool:
+        most = self._most_tokens
+        slots = np.array(
+            sorted(slot for slot, running in self._open.items() if running.num_sent < most), np.int64
+        )
         slots = slots[ring.writable(slots)] if len(slots) else slots
         finished: dict[int, GenerationEnd] = {}
         rows: list[Running] = []
@@ -180,6 +180,7 @@ class ScriptedWorker:
         ring.finish(finished)
         for slot in (*finished, *(rows[row].slot for row in ends)):
             self._open.pop(slot, None)
+        return bool(rows or finished)
 
 
 def failing(code: ErrorCode, text: str) -> GenerationEnd:
