@@ -10,7 +10,6 @@ They are then sorted by a key that has no ties.
 Order everywhere: descending value, lowest id first among equal values; -0.0 equals 0.0.
 """
 
-import math
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 _ID_BITS: Final = np.uint64(32)
 _ID_MASK: Final = np.uint64(0xFFFFFFFF)
 _NO_CANDIDATE: Final = np.uint64(0xFFFFFFFFFFFFFFFF)  # sorts after every real key
+_MAX_HEIGHT: Final = 64
 _LOWEST: Final = np.finfo(np.float32).min
 
 
@@ -70,7 +70,7 @@ def best(logits: NDArray[np.float32], k: int) -> Candidates:
     missing = keys == _NO_CANDIDATE
     ids = (keys & _ID_MASK).astype(np.int64)
     ids[missing] = 0
-    values = np.take_along_axis(logits, ids, axis=1)
+    values = logits[np.arange(num_rows)[:, None], ids]
     values[missing] = -np.inf
     return Candidates(ids, values, complete)
 
@@ -78,8 +78,9 @@ def best(logits: NDArray[np.float32], k: int) -> Candidates:
 def _lower_bounds(logits: NDArray[np.float32], k: int) -> NDArray[np.float32]:
     """A value [n] that at least k logits of each row reach."""
     num_rows, vocab = logits.shape
-    # Block height: balances the number of maxima to search against values that share a block.
-    height = 1 << max(0, round(math.log2(math.sqrt(vocab / k))))
+    # Four to eight blocks per candidate: few maxima to search, and a bound that few more than k reach
+    # (for values in random places, 1.15 k to 1.07 k). Higher blocks would only shorten the inner loops.
+    height = min(_MAX_HEIGHT, 1 << max(0, (vocab // (4 * k)).bit_length() - 1))
     width = vocab // height
     if height == 1:
         maxima = logits

@@ -21,26 +21,27 @@ def report(
     softmax: SoftmaxMass,
     result: StepResult,
 ) -> None:
-    """Fill `result` for `rows`.
+    """Fill `result` at `rows`.
 
-    logits [n, vocab], raw; rows [m]; best, num_top [m]: the largest logit and how many of the best to
-    report (0: only the chosen token, which is read from `result.token_ids`).
+    logits [m, vocab], raw, of those rows; best, num_top [m]: the largest logit and how many of the best
+    to report (0: only the chosen token, which is read from `result.token_ids`).
     """
-    mass = softmax.of(logits, rows, best, np.ones(len(rows), np.float32))
+    mass = softmax.of(logits, best, np.ones(len(rows), np.float32))
     normaliser = best.astype(np.float64) + np.log(mass)
-    result.logprobs[rows] = logits[rows, result.token_ids[rows]] - normaliser
+    chosen = logits[np.arange(len(rows)), result.token_ids[rows]]
+    result.logprobs[rows] = chosen - normaliser
 
     asked = np.flatnonzero(num_top > 0)
     if not len(asked):
         return
+    if len(asked) < len(rows):
+        logits, rows, normaliser = logits[asked], rows[asked], normaliser[asked]
     k = min(int(num_top.max()), logits.shape[1], MAX_TOP_LOGPROBS)
-    top = candidates.best(logits[rows[asked]], k)
+    top = candidates.best(logits, k)
     for i in np.flatnonzero(~top.complete):
-        row = logits[rows[asked[i]]]
-        top.ids[i] = candidates.ranked(row)[:k]
-        top.values[i] = row[top.ids[i]]
-    where = rows[asked]
-    result.top_ids[where, :k] = top.ids
-    result.top_logprobs[where, :k] = top.values - normaliser[asked, None]
-    result.top_ids[where, k:] = 0
-    result.top_logprobs[where, k:] = -np.inf
+        top.ids[i] = candidates.ranked(logits[i])[:k]
+        top.values[i] = logits[i, top.ids[i]]
+    result.top_ids[rows, :k] = top.ids
+    result.top_logprobs[rows, :k] = top.values - normaliser[:, None]
+    result.top_ids[rows, k:] = 0
+    result.top_logprobs[rows, k:] = -np.inf

@@ -87,7 +87,8 @@ class HostSampler:
         reported = np.flatnonzero(((needs & REPORTS) != 0) & ok)
         if len(reported):
             num_top = self._table.num_logprobs[seats[reported]]
-            logprobs.report(logits, reported, best[reported], num_top, self._softmax, result)
+            raw = self._gather(logits, reported)
+            logprobs.report(raw, reported, best[reported], num_top, self._softmax, result)
 
     def _sample_adjusted(
         self,
@@ -118,6 +119,7 @@ class HostSampler:
                 counts.count(int(token_ids[row]))
 
     def _gather(self, logits: NDArray[np.float32], rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """`logits[rows]`, without a copy if that is all of them; valid until the next call."""
         if len(rows) == len(logits):
             return logits
         return np.take(logits, rows, axis=0, out=self._rows[: len(rows)], mode="clip")
@@ -137,7 +139,8 @@ class HostSampler:
         mass = np.full(len(seats), np.nan)
         unlimited = np.flatnonzero((top_k == NO_TOP_K) & (min_p == 0.0))
         if len(unlimited):
-            mass[unlimited] = self._softmax.of(values, unlimited, best[unlimited], temperature[unlimited])
+            subset = values if len(unlimited) == len(values) else values[unlimited]
+            mass[unlimited] = self._softmax.of(subset, best[unlimited], temperature[unlimited])
 
         def choose(rows: NDArray[np.int64], sorted_values: NDArray[np.float32]) -> NDArray[np.int64]:
             return filters.draw(
@@ -162,7 +165,7 @@ class HostSampler:
             decided = index != filters.UNDECIDED
             done, index = done[decided], index[decided]
             tokens[pending[done]] = found.ids[done, index]
-            pending = np.delete(pending, done)
+            pending = pending[:0] if len(done) == len(pending) else np.delete(pending, done)
         for i in range(len(pending)):
             row = pending[i : i + 1]
             order = candidates.ranked(values[row[0]])

@@ -24,24 +24,20 @@ class SoftmaxMass:
         self._wide = np.empty((rows, vocab_size), np.float64)
 
     def of(
-        self,
-        logits: NDArray[np.float32],
-        rows: NDArray[np.int64],
-        best: NDArray[np.float32],
-        temperature: NDArray[np.float32],
+        self, logits: NDArray[np.float32], best: NDArray[np.float32], temperature: NDArray[np.float32]
     ) -> NDArray[np.float64]:
-        """Sum of the weights of `logits[rows]`. logits [n, vocab]; rows, best, temperature [m] -> [m]."""
-        mass = np.empty(len(rows), np.float64)
+        """Sum of the weights of each row. logits [n, vocab]; best, temperature [n] -> [n]."""
+        mass = np.empty(len(logits), np.float64)
         step = len(self._weights)
-        for start in range(0, len(rows), step):
+        divide = bool((temperature != 1.0).any())  # x / 1 is x, bit for bit
+        for start in range(0, len(logits), step):
             chunk = slice(start, start + step)
-            picked = rows[chunk]
-            weights, wide = self._weights[: len(picked)], self._wide[: len(picked)]
+            num_rows = len(logits[chunk])
+            weights, wide = self._weights[:num_rows], self._wide[:num_rows]
             with np.errstate(over="ignore"):  # far below the best: minus infinity, weight 0
-                # "clip" only says that no copy of `out` is needed: the rows are in range.
-                np.take(logits, picked, axis=0, out=weights, mode="clip")
-                np.subtract(weights, best[chunk, None], out=weights)
-                np.divide(weights, temperature[chunk, None], out=weights)
+                np.subtract(logits[chunk], best[chunk, None], out=weights)
+                if divide:
+                    np.divide(weights, temperature[chunk, None], out=weights)
             np.exp(weights, out=weights)
             # Widened before the sum: a casting reduction is buffered, and where a buffer ends would
             # depend on the number of rows.

@@ -10,7 +10,7 @@ from workers.sampling.softmax import SoftmaxMass
 def _mass(logits: NDArray[np.float32], rows: list[int], temperature: float = 1.0) -> NDArray[np.float64]:
     index = np.array(rows, np.int64)
     t = np.full(len(rows), temperature, np.float32)
-    return SoftmaxMass(logits.shape[1]).of(logits, index, logits[index].max(axis=1), t)
+    return SoftmaxMass(logits.shape[1]).of(logits[index], logits[index].max(axis=1), t)
 
 
 @pytest.mark.parametrize("vocab", [32, 100, 8191, 8193, 50257, 262144])
