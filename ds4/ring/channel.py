@@ -201,6 +201,10 @@ class Channel:
         self._fence()  # records before the head: their cells are the worker's again
         self._event_head = tail
         self._mine[layout.FRONT_EVENT_HEAD] = tail
+        # Room was given back: a worker that sleeps for want of it must hear of it.
+        self._fence()  # head before the blocked count; pairs with the fence in WorkerRing.sleep
+        if self._words[layout.LIVE_BLOCKED]:
+            self._ring_worker()
         for request_id, index, token, end_words in events.decode_records(records):
             stream = self._streams.get(request_id)
             if stream is None:
@@ -211,10 +215,6 @@ class Channel:
                 whole = self._take_end(stream, index, end_words)
             if not whole:
                 raise events.CorruptEventError("tokens of a request are missing")
-        # Room was given back: a worker that sleeps for want of it must hear of it.
-        self._fence()  # head before the blocked count; pairs with the fence in WorkerRing.sleep
-        if self._words[layout.LIVE_BLOCKED]:
-            self._ring_worker()
 
     def _take_end(self, stream: RingStream, num_tokens: int, words: tuple[int, int, int] | None) -> bool:
         assert words is not None
@@ -227,12 +227,12 @@ class Channel:
 
     # -- leaving
 
-    def close(self, error: RingUnavailableError) -> None:
+    def close(self, reason: str) -> None:
         """The end of this attachment: every request without an ending fails."""
         self.is_open = False
         self._bell.close()
         for stream in self._streams.values():
-            stream.fail(error)
+            stream.fail(reason)
         self._streams.clear()
         self._free.clear()
 

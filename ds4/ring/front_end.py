@@ -263,7 +263,7 @@ class FrontEndRing:
         self._ready.clear()
         if channel is not None:
             _log.info("detached: %s; open_requests=%d", reason, channel.num_open)
-            channel.close(RingUnavailableError(reason))
+            channel.close(reason)
 
     def _rung(self) -> None:
         assert self._bell is not None

@@ -28,9 +28,9 @@ class RingStream:
         "_cancelled",
         "_end",
         "_ended",
-        "_error",
         "_events",
         "_limit",
+        "_loss",
         "_num_read",
         "_num_received",
         "_owner",
@@ -49,7 +49,7 @@ class RingStream:
         self._events: list[TokenEvent] = []
         self._end: GenerationEnd | None = None
         self._ended = False  # the ending was read
-        self._error: RingUnavailableError | None = None
+        self._loss = ""  # why no ending will come
         self._num_received = 0
         self._num_read = 0
         self._cancelled = False
@@ -64,8 +64,8 @@ class RingStream:
         if self._ended:
             raise RuntimeError("read past the ending of a request")
         while not self._events and self._end is None:
-            if self._error is not None:
-                raise self._error
+            if self._loss:
+                raise RingUnavailableError(self._loss)
             if self._waiter is not None and not self._waiter.done():
                 raise RuntimeError("a stream has one reader")
             self._waiter = asyncio.get_running_loop().create_future()
@@ -74,14 +74,14 @@ class RingStream:
         self._num_read += len(events)
         if self._end is not None:
             self._ended = True
-        elif self._error is None and self._num_read + self._window // 2 >= self._limit:
+        elif not self._loss and self._num_read + self._window // 2 >= self._limit:
             self._limit = self._num_read + self._window
             self._owner.grant(self.slot, self._limit)
         return events, self._end
 
     def cancel(self) -> None:
         """Ask for the end; idempotent. What is on its way still arrives, then the ending."""
-        if not self._cancelled and self._end is None and self._error is None:
+        if not self._cancelled and self._end is None and not self._loss:
             self._cancelled = True
             self._owner.cancel(self.slot, self.request_id)
 
@@ -104,9 +104,9 @@ class RingStream:
         self.wake()
         return True
 
-    def fail(self, error: RingUnavailableError) -> None:
+    def fail(self, reason: str) -> None:
         """The channel is lost and no ending will come."""
-        self._error = error
+        self._loss = reason
         self.wake()
 
     def wake(self) -> None:
