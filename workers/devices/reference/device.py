@@ -88,17 +88,18 @@ class ReferenceDevice:
             self._dense[tensor.name] = dequantise(tensor.data, tensor.ggml_type, tensor.shape)
         return self._dense[tensor.name]
 
-    def _matmul(self, *tensors: Tensor) -> FixedOrderMatmul:
+    def _matmul(self, *tensors: Tensor, max_rows: int) -> FixedOrderMatmul:
         """One product with the rows of all `tensors`."""
         parts = [self._widen(tensor) for tensor in tensors]
         weight = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if len(parts) > 1:
             for tensor in tensors:
                 del self._dense[tensor.name]
-        return FixedOrderMatmul(weight, self._call_sizes)
+        return FixedOrderMatmul(weight, max_rows, self._call_sizes)
 
     def _load(self, operation: Operation) -> Callable[[], None]:
         """The operation as a call without arguments."""
+        rows, samples = self._limits.max_rows, self._limits.max_seats
         match operation:
             case Embed():
                 return partial(self._embed, self._widen(operation.table), _F32(operation.scale))
@@ -114,21 +115,25 @@ class ReferenceDevice:
                     )
                 ]
                 bias = np.concatenate(biases)
-                product = self._matmul(operation.q, operation.k, operation.v)
+                product = self._matmul(operation.q, operation.k, operation.v, max_rows=rows)
                 return partial(self._qkv_matmul, product, bias if bias.any() else None)
             case RopeAppend():
                 return partial(self._rope_append, operation, *self._rotation(operation))
             case Attention():
                 return partial(self._attend, operation)
             case OutputMatmul():
-                return partial(self._matmul_add, self._matmul(operation.weight), self._attn)
+                product = self._matmul(operation.weight, max_rows=rows)
+                return partial(self._matmul_add, product, self._attn)
             case GateUpMatmul():
-                return partial(self._gate_up_matmul, self._matmul(operation.gate, operation.up))
+                product = self._matmul(operation.gate, operation.up, max_rows=rows)
+                return partial(self._gate_up_matmul, product)
             case DownMatmul():
-                return partial(self._matmul_add, self._matmul(operation.weight), self._act)
+                product = self._matmul(operation.weight, max_rows=rows)
+                return partial(self._matmul_add, product, self._act)
             case Logits():
                 weight = self._widen(operation.norm_weight)
-                return partial(self._logits_matmul, self._matmul(operation.weight), weight, operation.eps)
+                product = self._matmul(operation.weight, max_rows=samples)
+                return partial(self._logits_matmul, product, weight, operation.eps)
 
     def _rotation(self, rope: RopeAppend) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Cos and sin of every position, [max_context_tokens, rotary_size / 2]; shared between layers."""

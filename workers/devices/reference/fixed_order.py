@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 MAX_BLOCK_ROWS: Final = 256
 _SIZES: Final = (256, 128, 64, 32, 16, 8, 4, 2, 1)
+# Where only an edge column is summed in another order, a row in five still agrees by chance.
+_NUM_PROBES: Final = 8
 _SPLIT_ABOVE: Final = 32  # below this many rows one padded call is cheaper than two exact ones
 
 
@@ -28,18 +30,23 @@ def agreeing_sizes(
 ) -> tuple[int, ...]:
     """Call sizes, largest first, whose results agree bit for bit at every row position.
 
-    `multiply` maps [rows, num_inputs] to [rows, anything] as the real code will. The probe is one
+    `multiply` maps [rows, num_inputs] to [rows, anything] as the real code will. Each probe is one
     random row repeated: position-dependent sums show up as unequal rows, order-dependent ones as
     unequal results between sizes. Never empty: a single row always agrees with itself.
     """
-    row = np.random.default_rng(1).standard_normal(num_inputs, np.float32)
+    probes = np.random.default_rng(1).standard_normal((_NUM_PROBES, num_inputs), np.float32)
     classes: dict[bytes, list[int]] = {}
     for size in _SIZES:
         if size > max_size:
             continue
-        result = multiply(np.tile(row, (size, 1))).reshape(size, -1)
-        if (result == result[0]).all():
-            classes.setdefault(result[0].tobytes(), []).append(size)
+        bits = []
+        for probe in probes:
+            result = multiply(np.tile(probe, (size, 1))).reshape(size, -1)
+            if not (result == result[0]).all():
+                break
+            bits.append(result[0].tobytes())
+        else:
+            classes.setdefault(b"".join(bits), []).append(size)
     # The largest calls decide the speed of a prompt; among equals, more sizes waste fewer padded rows.
     found = sorted(classes.values(), key=lambda sizes: (sizes[0], len(sizes)))
     return tuple(found[-1])
@@ -65,15 +72,18 @@ class FixedOrderMatmul:
     """`out = x @ weight.T` for the first rows of fixed buffers. Owns its float32 weight, [outputs, inputs]."""
 
     def __init__(
-        self, weight: NDArray[np.float32], known_sizes: dict[tuple[int, ...], tuple[int, ...]]
+        self, weight: NDArray[np.float32], max_rows: int, known_sizes: dict[tuple[int, ...], tuple[int, ...]]
     ) -> None:
-        """`known_sizes` remembers the sizes by shape, so that equal layers are probed once."""
+        """`known_sizes` remembers the sizes by shape and `max_rows`, so that equal layers are probed once."""
         self._transposed = weight.T
-        if weight.shape not in known_sizes:
-            known_sizes[weight.shape] = agreeing_sizes(
-                lambda x: np.matmul(x, self._transposed), weight.shape[1]
+        key = (*weight.shape, max_rows)
+        if key not in known_sizes:
+            known_sizes[key] = agreeing_sizes(
+                lambda x: np.matmul(x, self._transposed),
+                weight.shape[1],
+                max_size=min(MAX_BLOCK_ROWS, 1 << (max_rows - 1).bit_length()),
             )
-        self.sizes = known_sizes[weight.shape]
+        self.sizes = known_sizes[key]
 
     def __call__(self, x: NDArray[np.float32], num_rows: int, out: NDArray[np.float32]) -> None:
         """X [rows, inputs] and out [rows, outputs] float32, row-major, with MAX_BLOCK_ROWS spare rows.
