@@ -62,11 +62,10 @@ class PrefixCache:
 
         Never all of them: at least one token is left to compute, since something must be sampled.
         """
-        limit = (len(sequence.tokens) - 1) // self.page_tokens
-        digests = self._digests(sequence, limit)
-        pages = []
-        for digest in digests[:limit]:
-            page = self._page_by_digest.get(digest)
+        pages: list[int] = []
+        for index in range((len(sequence.tokens) - 1) // self.page_tokens):
+            digests = self._digests(sequence, index + 1)  # no further than needed: most prompts are new
+            page = self._page_by_digest.get(digests[index])
             if page is None:
                 break
             pages.append(page)
