@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ds4.model_file import GgmlType, ModelFile
+from ds4.ggml_types import GgmlType
+from ds4.model_file import ModelFile
 from workers.model.program import Tensor
 from workers.quant.dequantise import DEQUANTISABLE, dequantise
 

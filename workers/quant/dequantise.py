@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from ds4.model_file import BLOCK_SIZES, GgmlType
+from ds4.ggml_types import BLOCK_SIZES, GgmlType
 
 DEQUANTISABLE: Final[frozenset[GgmlType]] = frozenset(
     {

@@ -49,8 +49,8 @@ _F32: Final = np.float32
 class ReferenceDevice:
     """Runs a llama-family program in NumPy. One owner, the worker's thread; `submit` mutates it."""
 
-    name: Final = "reference"
-    pipeline_depth: Final = 0
+    name = "reference"
+    pipeline_depth = 0
 
     def __init__(self, program: Program, limits: Limits) -> None:
         self._limits = limits
