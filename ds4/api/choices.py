@@ -191,12 +191,12 @@ class Choices:
             new, num_before = choice.num_generated - num_before, choice.num_generated
             if new:
                 now_s = clock()
-                if last_s:
-                    self._metrics.observe("ds4_inter_token_latency_seconds", (now_s - last_s) / new, new)
-                else:
-                    self._metrics.observe("ds4_time_to_first_token_seconds", now_s - self._exchange.arrived_s)
-                last_s = now_s
                 self._metrics.add("ds4_generation_tokens_total", new)
+                if not last_s:
+                    self._metrics.observe("ds4_time_to_first_token_seconds", now_s - self._exchange.arrived_s)
+                    last_s, new = now_s, new - 1
+                self._metrics.observe("ds4_inter_token_latency_seconds", (now_s - last_s) / max(1, new), new)
+                last_s = now_s
             yield piece
             if piece.finish:
                 self._metrics.add("ds4_request_success_total", label=piece.finish)

@@ -109,10 +109,16 @@ class KeepAlive:
             self._streams.discard(stream)
 
     def _arm(self) -> None:
-        self._handle = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+        self._handle = asyncio.get_running_loop().call_later(_TICK_S, self.tick)
 
-    def _tick(self) -> None:
-        self._handle = None
+    @property
+    def is_ticking(self) -> bool:
+        """Whether the timer runs."""
+        return self._handle is not None
+
+    def tick(self) -> None:
+        """Look at every stream, and come back while there are any."""
+        self.close()
         if self._streams:
             now_s = asyncio.get_running_loop().time()
             for stream in list(self._streams):

@@ -5,6 +5,7 @@ the same names. Every front end gives the same answer, since all of it is in sha
 and keys are in none of it.
 """
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -75,7 +76,7 @@ class Status:
                     for setting in config.TABLE
                     if not setting.secret and setting.name != "api_key_file"
                 },
-                "worker": info,
+                "worker": msgspec.structs.asdict(info) if info is not None else None,
             }
         )
 

@@ -47,8 +47,11 @@ async def until(condition: Callable[[], bool]) -> None:
 class Front:
     """The parts of a running rig."""
 
-    def __init__(self, state: FrontState, client: httpx.AsyncClient, port: int, directory: Path) -> None:
+    def __init__(
+        self, state: FrontState, server: FrontServer, client: httpx.AsyncClient, port: int, directory: Path
+    ) -> None:
         self.state = state
+        self.server = server
         self.client = client
         self.port = port
         self.directory = directory
@@ -118,7 +121,7 @@ async def running_front(
     await state.start()
     serving = asyncio.ensure_future(server.serve([listener]))
     client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S)
-    front = Front(state, client, port, directory)
+    front = Front(state, server, client, port, directory)
     try:
         if script is not None:
             front.start_worker(script, **(worker or {}))

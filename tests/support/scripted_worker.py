@@ -58,6 +58,7 @@ class ScriptedWorker:
         slots_per_front_end: int = 8,
         state: WorkerState = WorkerState.READY,
         num_cached_tokens: int = 3,
+        most_tokens: int = _NO_LIMIT,
     ) -> None:
         self.script = script
         self.requests: list[Running] = []  # every one ever taken
@@ -66,7 +67,7 @@ class ScriptedWorker:
         self.tokens_per_step = 1
         self._num_cached = num_cached_tokens
         self._open: dict[int, Running] = {}
-        self._most_tokens = _NO_LIMIT
+        self._most_tokens = most_tokens
         self._stop = threading.Event()
         self._ready = threading.Event()
         self._info = ModelInfo(

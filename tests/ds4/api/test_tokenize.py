@@ -1,0 +1,70 @@
+"""ds4/api/tokenize.py: text and ids, without the worker."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.front_rig import Front, with_front
+from tests.support.tiny_model import IM_END, IM_START
+
+
+async def _post(front: Front, path: str, status: int = 200, **fields: Any) -> Any:
+    response = await front.client.post(path, json=fields)
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+def test_text_to_ids_and_back(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        ids = front.encode("hello wörld")
+        answer = await _post(front, "/tokenize", content="hello wörld")
+        assert answer == {"tokens": ids, "count": len(ids), "max_model_len": 512}
+        assert (await _post(front, "/tokenize", prompt="hello wörld"))["tokens"] == ids
+        assert (await _post(front, "/detokenize", tokens=ids))["content"] == "hello wörld"
+
+    with_front(tmp_path, scenario, None)
+
+
+def test_special_tokens_are_parsed_unless_that_is_switched_off(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        assert (await _post(front, "/tokenize", content="<|im_end|>"))["tokens"] == [IM_END]
+        as_text = await _post(front, "/tokenize", content="<|im_end|>", parse_special=False)
+        assert as_text["count"] > 1
+        assert (await _post(front, "/detokenize", tokens=[IM_END]))["content"] == "<|im_end|>"
+
+    with_front(tmp_path, scenario, None)
+
+
+def test_pieces_are_text_or_bytes(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        answer = await _post(front, "/tokenize", content="aé", with_pieces=True)
+        assert [token["piece"] for token in answer["tokens"]] == ["a", [0xC3], [0xA9]]
+
+    with_front(tmp_path, scenario, None)
+
+
+def test_apply_template_shows_what_the_model_would_see(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        messages = [{"role": "user", "content": "a <|im_end|> b"}]
+        answer = await _post(front, "/apply-template", messages=messages)
+        assert answer["prompt"] == "<|im_start|>user\na <|im_end|> b<|im_end|>\n<|im_start|>assistant\n"
+        answer = await _post(front, "/apply-template", messages=messages, add_generation_prompt=False)
+        assert answer["prompt"].endswith("<|im_end|>\n")
+        assert IM_START == 1
+
+    with_front(tmp_path, scenario, None)
+
+
+def test_wrong_bodies_name_the_field(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        for path, fields, param in (
+            ("/tokenize", {}, "content"),
+            ("/tokenize", {"content": 5}, "content"),
+            ("/detokenize", {"tokens": [99999]}, "tokens"),
+            ("/detokenize", {"tokens": [-1]}, "tokens"),
+            ("/detokenize", {"tokens": "x"}, "tokens"),
+            ("/apply-template", {"messages": []}, "messages"),
+        ):
+            answer = await _post(front, path, 400, **fields)
+            assert answer["error"]["param"] == param, answer
+
+    with_front(tmp_path, scenario, None)

@@ -1,0 +1,247 @@
+"""ds4/engine_client.py: generations over the real ring, and what happens when the worker is lost."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from ds4.config import Settings
+from ds4.engine_client import EngineClient, Generation
+from ds4.errors import ErrorCode, RingFullError, RingUnavailableError, WorkerError
+from ds4.generation import FinishReason, GenerationEnd, GenerationRequest
+from tests.support.front_rig import run, until
+from tests.support.scripted_worker import ScriptedWorker, failing
+
+_HASH = "a" * 64
+_SAID = list(range(10, 20))
+
+
+class _Rig:
+    def __init__(self, directory: Path, client: EngineClient) -> None:
+        self.directory = directory
+        self.client = client
+        self.workers: list[ScriptedWorker] = []
+
+    async def worker(self, tokenizer_hash: str = _HASH, most_tokens: int = 1 << 40) -> ScriptedWorker:
+        worker = ScriptedWorker(
+            self.directory, tokenizer_hash, lambda request, prompt: _SAID, most_tokens=most_tokens
+        ).start()
+        self.workers.append(worker)
+        await until(lambda: self.client.ready or tokenizer_hash != _HASH)
+        return worker
+
+    def generate(self, max_tokens: int = 100) -> Generation:
+        return self.client.generate(GenerationRequest(max_tokens=max_tokens), [1, 2, 3])
+
+
+@asynccontextmanager
+async def _rig(tmp_path: Path, **settings: int) -> AsyncIterator[_Rig]:
+    client = EngineClient(Settings(slots_per_front_end=8, **settings), tmp_path, tokenizer_hash=_HASH)  # type: ignore[arg-type]
+    await client.start()
+    rig = _Rig(tmp_path, client)
+    try:
+        yield rig
+    finally:
+        await client.close()
+        for worker in rig.workers:
+            worker.stop()
+
+
+def _run(tmp_path: Path, scenario: Callable[[_Rig], Awaitable[None]], **settings: int) -> None:
+    async def whole() -> None:
+        async with _rig(tmp_path, **settings) as rig:
+            await scenario(rig)
+
+    run(whole)
+
+
+async def _read_all(generation: Generation) -> tuple[list[int], GenerationEnd]:
+    ids: list[int] = []
+    while True:
+        tokens, end = await generation.read()
+        ids += [token.token_id for token in tokens]
+        if end is not None:
+            return ids, end
+
+
+def test_tokens_arrive_in_order_with_one_ending(tmp_path: Path) -> None:
+    async def scenario(rig: _Rig) -> None:
+        await rig.worker()
+        ids, end = await _read_all(rig.generate())
+        assert ids == _SAID
+        assert end.reason == FinishReason.STOP
+        assert end.num_cached_tokens == 3
+        ids, end = await _read_all(rig.generate(max_tokens=4))
+        assert (ids, end.reason) == (_SAID[:4], FinishReason.LENGTH)
+        assert rig.client.num_running == 0
+        await rig.client.wait_idle()
+
+    _run(tmp_path, scenario)
+
+
+def test_cancelling_ends_with_what_the_worker_says(tmp_path: Path) -> None:
+    async def scenario(rig: _Rig) -> None:
+        worker = await rig.worker()
+        worker.hold_after(2)
+        generation = rig.generate()
+        await until(lambda: bool(worker.requests) and worker.requests[0].num_sent == 2)
+        generation.cancel()
+        generation.cancel()
+        _, end = await _read_all(generation)
+        assert end.reason == FinishReason.CANCELLED
+        assert end.num_cached_tokens == 3
+        assert rig.client.num_running == 0
+
+    _run(tmp_path, scenario)
+
+
+def test_nobody_has_to_read_on_after_a_cancel(tmp_path: Path) -> None:
+    async def scenario(rig: _Rig) -> None:
+        worker = await rig.worker()
+        worker.hold_after(0)
+        rig.generate().cancel()
+        await rig.client.wait_idle()
+        await until(lambda: rig.client.ring.num_free_slots == 8)
+
+    _run(tmp_path, scenario)
+
+
+def test_a_lost_worker_is_replaced_without_a_gap_as_often_as_allowed(tmp_path: Path) -> None:
+    async def scenario(rig: _Rig) -> None:
+        worker = await rig.worker()
+        worker.hold_after(2)
+        generation = rig.generate()
+        reading = asyncio.ensure_future(_read_all(generation))
+        for num_sent in (2, 5):
+            await until(lambda n=num_sent, w=worker: bool(w.requests) and w.requests[0].num_sent == n)  # type: ignore[misc]
+            worker.stop()
+            worker = await rig.worker(most_tokens=5 if num_sent == 2 else 100)
+        ids, end = await reading
+        assert ids == _SAID
+        assert end.reason == FinishReason.STOP
+        assert [w.requests[0].request.num_resumed_tokens for w in rig.workers] == [0, 2, 5]
+        assert rig.client.metrics.value("ds4_resumed_streams_total") == 2
+
+    _run(tmp_path, scenario, resume_attempts=2)
+
+
+def test_the_budget_of_resumptions_is_kept(tmp_path: Path) -> None:
+    async def scenario(rig: _Rig) -> None:
+        worker = await rig.worker()
+        worker.hold_after(1)
+        generation = rig.generate()
+        await until(lambda: bool(worker.requests))
+        worker.stop()
+        with pytest.raises(WorkerError) as caught:
+            await _read_all(generation)
+        assert caught.value.code == ErrorCode.DEVICE
+        assert rig.client.num_running == 0
+
+    _run(tmp_path, scenario, resume_attempts=0)
+
+
+def test_a_worker_with_another_model_ends_what_ran_on_the_old_one(tmp_path: Path) -> None:
+    async def scenario(rig: _Rig) -> None:
+        worker = await rig.worker()
+        worker.hold_after(1)
+        generation = rig.generate()
+        await until(lambda: bool(worker.requests))
+        worker.stop()
+        await rig.worker("b" * 64)
+        with pytest.raises(RingUnavailableError, match="another model"):
+            await _read_all(generation)
+        assert not rig.client.ready
+        with pytest.raises(RingUnavailableError, match="another model"):
+            rig.generate()
+
+    _run(tmp_path, scenario)
+
+
+def test_a_device_fault_that_the_worker_reports_is_resumed_too(tmp_path: Path) -> None:
+    async def scenario(rig: _Rig) -> None:
+        worker = await rig.worker()
+        worker.hold_after(2)
+        generation = rig.generate()
+        await until(lambda: bool(worker.requests) and worker.requests[0].num_sent == 2)
+        worker.failure = failing(ErrorCode.DEVICE, "fault")
+        worker.release()
+        await until(lambda: worker.num_open == 0)
+        worker.failure = None
+        ids, end = await _read_all(generation)
+        assert ids == _SAID
+        assert worker.requests[1].request.num_resumed_tokens == 3
+        assert end.reason == FinishReason.STOP
+
+    _run(tmp_path, scenario)
+
+
+def test_an_error_of_the_request_itself_is_raised_with_its_code(tmp_path: Path) -> None:
+    async def scenario(rig: _Rig) -> None:
+        worker = await rig.worker()
+        worker.failure = failing(ErrorCode.NUMERIC, "not a number")
+        with pytest.raises(WorkerError, match="not a number") as caught:
+            await _read_all(rig.generate())
+        assert caught.value.code == ErrorCode.NUMERIC
+        assert len(worker.requests) == 1
+
+    _run(tmp_path, scenario)
+
+
+def test_an_abort_reaches_running_and_resuming_generations(tmp_path: Path) -> None:
+    async def scenario(rig: _Rig) -> None:
+        worker = await rig.worker()
+        worker.hold_after(1)
+        error = WorkerError("the end", code=ErrorCode.SHUTTING_DOWN)
+        running = asyncio.ensure_future(_read_all(rig.generate()))
+        await until(lambda: bool(worker.requests))
+        assert rig.client.abort_all(error) == 1
+        with pytest.raises(WorkerError, match="the end"):
+            await running
+        waiting = asyncio.ensure_future(_read_all(rig.generate()))
+        await until(lambda: len(worker.requests) == 2)
+        worker.stop()
+        await until(lambda: rig.client.num_resuming == 1)
+        rig.client.abort_all(error)
+        with pytest.raises(WorkerError, match="the end"):
+            await waiting
+
+    _run(tmp_path, scenario)
+
+
+def test_slots_run_out_and_come_back(tmp_path: Path) -> None:
+    async def scenario(rig: _Rig) -> None:
+        worker = await rig.worker()
+        worker.hold_after(0)
+        generations = [rig.generate() for _ in range(8)]
+        with pytest.raises(RingFullError):
+            rig.generate()
+        assert 1 <= rig.client.retry_after_s <= 60
+        worker.release()
+        await asyncio.gather(*map(_read_all, generations))
+        await _read_all(rig.generate())
+
+    _run(tmp_path, scenario)
+
+
+def test_without_a_worker_and_while_draining_nothing_is_taken(tmp_path: Path) -> None:
+    async def scenario(rig: _Rig) -> None:
+        with pytest.raises(RingUnavailableError, match="no worker"):
+            rig.generate()
+        await rig.worker()
+        rig.client.draining = True
+        with pytest.raises(RingUnavailableError, match="shutting down"):
+            rig.generate()
+
+    _run(tmp_path, scenario)
+
+
+def test_the_model_info_is_the_workers(tmp_path: Path) -> None:
+    async def scenario(rig: _Rig) -> None:
+        seen = [rig.client.model_info]
+        await rig.worker()
+        seen.append(rig.client.model_info)
+        assert [info and info.max_context_tokens for info in seen] == [None, 512]
+
+    _run(tmp_path, scenario)
