@@ -160,9 +160,8 @@ async def consume(client: Client, case: Case, results: "Queue[Any]") -> None:
     took = time.perf_counter() - began
     cpu_s = time.process_time() - cpu
     results.put(("front", (total - before) / took, (client.num_wakes - wakes) / took, cpu_s / took, wrong))
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)  # until `measure` kills this process
+    await asyncio.Event().wait()
 
 
 def run_front_end(client: Client, case: Case, results: "Queue[Any]") -> None:
