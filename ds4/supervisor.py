@@ -33,6 +33,7 @@ from ds4.config import Settings, child_environment
 from ds4.errors import ConfigError
 from ds4.logs import setup_logging
 from ds4.models import resolve_model
+from ds4.ring.liveness import WORKER_BYTE, Leases
 from ds4.shared_dir import clear_shared_directory, prepare_shared_directory
 
 _LOG: Final = logging.getLogger(__name__)
@@ -304,6 +305,47 @@ def bind_sockets(host: str, port: int, count: int) -> list[socket.socket]:
     return sockets
 
 
+def check_model(path: Path) -> None:
+    """Read the model's metadata and vocabulary once, so that one process complains and not each.
+
+    In a fork, so that this process never loads what reading a model needs. Raises ConfigError.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            from ds4.model_file import ModelFile
+            from ds4.text.vocabulary import read_vocabulary
+
+            read_vocabulary(ModelFile.open(path))
+            status = 0
+        except ConfigError as error:
+            os.write(writer, str(error).encode())
+            status = EXIT_CONFIG
+        finally:
+            os._exit(status)  # whatever else went wrong, the worker's log will tell with its trace
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        message = pipe.read().decode(errors="replace")
+    os.waitpid(child, 0)
+    if message:
+        raise ConfigError(message, setting="model")
+
+
+def check_not_in_use(directory: Path) -> None:
+    """Raises ConfigError when another server's worker lives in the directory."""
+    leases = Leases(directory)
+    try:
+        if leases.is_held_by_other(WORKER_BYTE):
+            raise ConfigError(
+                f"another worker serves {directory}; stop it or choose another --shared-dir",
+                setting="shared_dir",
+            )
+    finally:
+        leases.abandon()
+
+
 def _reachable(host: str) -> str:
     """An address that this machine reaches the server under."""
     return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -335,12 +377,14 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> int:
     setup_logging(settings, "supervisor")
     num_front_ends = count_front_ends(settings)
     model = resolve_model(settings.model, progress=True)
+    check_model(model)
     sockets = bind_sockets(settings.host, settings.port, num_front_ends)
     port: int = sockets[0].getsockname()[1]
     # The children get what was decided here, not what would have to be decided again.
     settings = msgspec.structs.replace(settings, port=port, model=str(model))
     try:
         directory = prepare_shared_directory(settings)
+        check_not_in_use(directory)
         children = [
             ChildSpec(name="worker", command=module_command("workers.main"), is_worker=True),
             *(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ds4.ring import layout
 from tests.support.server import Running, Server, serving
 from tests.support.tiny_model import write_tiny_model
 
@@ -165,9 +166,9 @@ def test_a_ring_of_another_version(tiny_model: Path, tmp_path: Path) -> None:
             serving(tiny_model, "--device", "reference", "--shared-dir", str(tmp_path))
         )
         assert server.url
-        ring = tmp_path / "ring"
-        raw = bytearray(ring.read_bytes()[:4096])
-        os.pwrite(descriptor := os.open(ring, os.O_RDWR), bytes(255 - byte for byte in raw[:16]), 0)
+        other = (layout.VERSION + 1).to_bytes(8, "little")
+        descriptor = os.open(tmp_path / "ring", os.O_RDWR)
+        os.pwrite(descriptor, other, 8 * layout.HEADER_VERSION)
         os.close(descriptor)
         front = Running(["ds4", "front", "--port", "0"], environment)
         stack.callback(front.kill)

@@ -117,7 +117,8 @@ def test_a_second_signal_ends_it_at_once(tiny_model: Path, tmp_path: Path) -> No
         with httpx.stream(
             "POST", f"{server.url}/v1/chat/completions", json=body, timeout=DEADLINE_S
         ) as response:
-            next(line for line in response.iter_lines() if '"content"' in line)
+            lines = response.iter_lines()  # held on to: dropping it would close the connection
+            next(line for line in lines if '"content"' in line)
             children = server.children()
             server.send(signal.SIGTERM)
             wait_until(lambda: "draining" in server.log, "the drain to start")

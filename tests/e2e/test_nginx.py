@@ -79,7 +79,8 @@ def test_tokens_pass_through_while_they_are_made(deployment: Deployment) -> None
     with httpx.stream(
         "POST", f"{deployment.url}/v1/chat/completions", json=body, timeout=DEADLINE_S
     ) as response:
-        next(event for event in stream_events(response) if delta_text(event))
+        events = stream_events(response)  # held on to: dropping it would close the connection
+        next(event for event in events if delta_text(event))
         assert deployment.gauge("ds4_num_requests_running") == 1, "nothing came before the generation ended"
     wait_until(
         lambda: deployment.gauge("ds4_num_requests_running") == 0, "the end of a generation nobody reads"
