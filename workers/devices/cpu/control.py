@@ -1,0 +1,65 @@
+"""The words that Python and the machine code share: the control block and the operation records.
+
+Owns nothing: layout constants. Runs in the worker process. All words are int64; addresses are absolute.
+The thread that runs steps writes the control block before it starts a step and no one writes it
+during one, except the barrier's words and the helpers' mailboxes, which have cache lines of their own.
+"""
+
+from enum import IntEnum
+from typing import Final
+
+
+class Control(IntEnum):
+    """Word offsets in the control block."""
+
+    OPERATIONS = 0  # address of the records
+    NUM_OPERATIONS = 1
+    NUM_THREADS = 2  # that take part in this step
+    NUM_ROWS = 3
+    TOKEN_IDS = 4  # address, [rows] int32
+    POSITIONS = 5
+    NUM_SEQUENCES = 6
+    SEQUENCE_STARTS = 7
+    PAGE_TABLES = 8
+    PAGE_TABLE_STRIDE = 9  # bytes from one sequence's pages to the next
+    NUM_SAMPLES = 10
+    SAMPLE_ROWS = 11
+    RECORD_STRIDE = 12  # bytes from block to block of activation records of this step's rows
+    SAMPLE_RECORD_STRIDE = 13  # the same for the sampled rows
+    HIDDEN = 14  # address, [rows] of HIDDEN_STRIDE bytes, float32
+    HIDDEN_STRIDE = 15
+    QKV = 16
+    QKV_STRIDE = 17
+    SCRATCH = 18  # address, SCRATCH_STRIDE bytes for each thread
+    SCRATCH_STRIDE = 19
+    ZEROS = 20  # address of 64 zeros
+    MAILBOXES = 21  # address, MAILBOX_BYTES for each thread
+    PAGE_BYTES = 22  # of one layer
+    BARRIER = 24  # 24 words: see memory.py
+    COUNT = 48
+
+
+BARRIER_STALLS: Final = Control.BARRIER + 16  # threads that gave up their core while they waited
+
+MAILBOX_BYTES: Final = 320
+MAIL_STEP: Final = 0  # steps handed to this helper so far; written by the leader
+MAIL_SLEEPING: Final = 64  # the helper is about to wait or waits; written under the lock
+MAIL_LOCK: Final = 128  # pthread_mutex_t
+MAIL_CONDITION: Final = 192  # pthread_cond_t
+MAIL_STOP: Final = 256  # the helper shall end
+
+RECORD_WORDS: Final = 16  # an operation: code, barrier after it, then operands
+
+
+class Code(IntEnum):
+    """What a record does. Operands are listed from word 2 on."""
+
+    EMBED = 0  # table, kind, blocks, scale
+    NORM = 1  # weight, blocks, eps, records or 0, floats or 0, float stride, sampled rows only
+    MATMUL = 2  # weights, kind, blocks, outputs, records, floats, float stride, out, stride, base, stride, step, sampled
+    ROPE = 3  # cache, table, offset of keys in a row, of values
+    ATTENTION = 4  # cache, scale, records or 0
+    QUANTISE = 5  # source, stride, blocks, records
+    GATE_UP = (
+        6  # gate, kind, up or 0, kind, blocks, groups, records, floats, float stride, records, floats, stride
+    )

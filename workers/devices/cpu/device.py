@@ -1,0 +1,127 @@
+"""The CPU device: runs a program's steps in machine code on every core.
+
+Owns: weights, KV pages, threads, seats. Runs in the worker's thread, which leads each step inside
+`submit`; helper threads exist only inside the machine code. Source: design of the thread pool and the
+kernels in this package's modules. Importing this module needs llvmlite and numba installed.
+"""
+
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from ds4.config import cache_dir
+from workers.devices.cpu.control import Control
+from workers.devices.cpu.formats import record_stride
+from workers.devices.cpu.machine_code import load_machine_code
+from workers.devices.cpu.plan import Plan
+from workers.devices.cpu.pool import ThreadPool, physical_cores
+from workers.devices.cpu.target import Target, host_target
+from workers.devices.cpu.tuner import ThreadTuner
+from workers.devices.interface import PREVIOUS_SAMPLE, Limits, SeatParams, StepBatch, StepResult
+from workers.model.program import Program
+from workers.sampling.sampler import HostSampler
+
+if find_spec("numba") is None:
+    raise ImportError("the cpu device needs the package numba")
+
+
+class CpuDevice:
+    """Runs llama-family programs on 8-bit activations. One owner, the worker's thread; `submit` mutates it."""
+
+    name: Final = "cpu"
+    pipeline_depth: Final = 0
+
+    def __init__(
+        self,
+        program: Program,
+        limits: Limits,
+        threads: int = 0,
+        *,
+        target: Target | None = None,
+        code_directory: Path | None = None,
+    ) -> None:
+        """`threads` 0: one for each physical core. `target`: this machine's, where not given.
+
+        Raises ConfigError for a shape it cannot run, ImportError when Numba does not work.
+        """
+        target = target or host_target()
+        num_threads = threads or physical_cores()
+        self._limits = limits
+        self._plan = Plan(program, limits, target, num_threads)
+        directory = code_directory or cache_dir() / "cpu"
+        self._code = load_machine_code(target, self._plan.spec, directory)
+        self._pool = ThreadPool(self._code, num_threads)
+        self._tuner = ThreadTuner(num_threads)
+        self._plan.fill(self._pool.control)
+        self._vocab_size = program.dimensions.vocab_size
+        self._sampler = HostSampler(limits.max_seats, self._vocab_size)
+        self._last_token = np.zeros(limits.max_seats, np.int32)
+        self._token_ids = np.zeros(limits.max_rows, np.int32)
+        self._results = StepResult(limits.max_seats)
+        self._num_queued = 0
+
+    def seat(self, seat: int, params: SeatParams) -> None:
+        """Give `seat` to a new sequence before its first row is submitted."""
+        self._sampler.seat(seat, params)
+
+    def submit(self, batch: StepBatch) -> None:
+        """Compute one step and draw its tokens."""
+        assert self._num_queued == 0
+        started = time.perf_counter()
+        self._resolve_tokens(batch)
+        self._describe(batch)
+        num_threads = self._tuner.choose(batch.num_rows)
+        self._pool.run(num_threads)
+        self._tuner.record(batch.num_rows, num_threads, time.perf_counter() - started)
+        self._sample(batch)
+        self._results.elapsed_s = time.perf_counter() - started
+        self._num_queued = 1
+
+    def collect(self) -> StepResult:
+        """The results of the step that was submitted."""
+        assert self._num_queued == 1
+        self._num_queued = 0
+        return self._results
+
+    def close(self) -> None:
+        """Stop the threads. Idempotent."""
+        self._pool.close()
+
+    def _resolve_tokens(self, batch: StepBatch) -> None:
+        count = batch.num_rows
+        tokens = self._token_ids[:count]
+        tokens[:] = batch.token_ids[:count]
+        drawn = np.flatnonzero(tokens == PREVIOUS_SAMPLE)
+        if len(drawn):
+            starts = batch.sequence_starts[: batch.num_sequences]
+            sequences = np.searchsorted(starts, drawn, side="right") - 1
+            tokens[drawn] = self._last_token[batch.sequence_seats[sequences]]
+        assert count == 0 or (tokens.min() >= 0 and tokens.max() < self._vocab_size)
+
+    def _describe(self, batch: StepBatch) -> None:
+        control = self._pool.control
+        control[Control.NUM_ROWS] = batch.num_rows
+        control[Control.TOKEN_IDS] = self._token_ids.ctypes.data
+        control[Control.POSITIONS] = batch.positions.ctypes.data
+        control[Control.NUM_SEQUENCES] = batch.num_sequences
+        control[Control.SEQUENCE_STARTS] = batch.sequence_starts.ctypes.data
+        control[Control.PAGE_TABLES] = batch.page_tables.ctypes.data
+        control[Control.PAGE_TABLE_STRIDE] = batch.page_tables.strides[0]
+        control[Control.NUM_SAMPLES] = batch.num_samples
+        control[Control.SAMPLE_ROWS] = batch.sample_rows.ctypes.data
+        control[Control.RECORD_STRIDE] = record_stride(batch.num_rows)
+        control[Control.SAMPLE_RECORD_STRIDE] = record_stride(batch.num_samples)
+
+    def _sample(self, batch: StepBatch) -> None:
+        count = batch.num_samples
+        self._results.num_samples = count
+        if count == 0:
+            return
+        seats = batch.sample_seats[:count]
+        positions = batch.positions[batch.sample_rows[:count]] + np.int32(1)
+        logits = self._plan.logits[:count, : self._vocab_size]
+        self._sampler.sample(logits, seats, positions, self._results)
+        self._last_token[seats] = self._results.token_ids[:count]

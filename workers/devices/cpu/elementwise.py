@@ -1,0 +1,225 @@
+"""Work on single rows: embedding, RMS norm, quantisation to 8 bits, SiLU, rotation, storing keys and values.
+
+Owns nothing. Runs in the worker process while the engine's machine code is made. Oracle: the reference
+device's operations. Record layout: `formats.py`; page layout: `attention.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+
+from workers.devices.cpu.emit import (
+    ADDRESS,
+    F32,
+    FLOAT,
+    I16,
+    I32,
+    LANES,
+    V16I8,
+    Emitter,
+    Library,
+    Value,
+    jit,
+)
+from workers.devices.cpu.formats import (
+    QUANTISED,
+    RECORD_HIGH_SUM,
+    RECORD_OFFSET,
+    RECORD_SCALE,
+    RECORD_SUM,
+    TILE_OUTPUTS,
+    WeightKind,
+    block_bytes,
+)
+from workers.devices.cpu.memory import Memory
+
+
+def _quantise(e: Emitter, low: Value, high: Value, record: Value) -> None:
+    """Write 32 float32 as one activation record: scale = max |x| / 127, q = round(x / scale)."""
+    b = e.builder
+    largest = e.largest(e.maximum(e.absolute(low), e.absolute(high)))
+    zero = ir.Constant(F32, 0.0)
+    inverse = b.select(b.fcmp_ordered(">", largest, zero), b.fdiv(ir.Constant(F32, 127.0), largest), zero)
+    spread = e.splat(inverse)
+    quants = [e.round(b.fmul(part, spread))[1] for part in (low, high)]
+    for half, part in enumerate(quants):
+        e.store(b.trunc(part, V16I8), e.address(record, 16 * half), 1)
+    high_sum = e.whole_total(quants[1])
+    total = b.add(e.whole_total(quants[0]), high_sum)
+    scale = b.fdiv(largest, ir.Constant(F32, 127.0))
+    e.store(scale, e.address(record, RECORD_SCALE), 4)
+    e.store(b.fmul(scale, b.sitofp(total, F32)), e.address(record, RECORD_SUM), 4)
+    e.store(b.mul(total, ir.Constant(I32, -8)), e.address(record, RECORD_OFFSET), 4)
+    e.store(b.fmul(scale, b.sitofp(high_sum, F32)), e.address(record, RECORD_HIGH_SUM), 4)
+
+
+def _silu_product(e: Emitter, gate: Value, up: Value) -> Value:
+    """Gate / (1 + e^-gate) * up."""
+    below = e.builder.fadd(e.floats(1.0), e.exp(e.builder.fneg(gate)))
+    return e.builder.fmul(e.builder.fdiv(gate, below), up)
+
+
+def _rotate(e: Emitter, pairs: Value, table: Value, offset: Value, head_size: int) -> Value:
+    """Rotate eight adjacent pairs: x * cos + swapped(x) * (-sin, sin, ...), as the table holds them."""
+    swapped = e.lanes(pairs, [lane ^ 1 for lane in range(LANES)])
+    cos = e.load_floats(e.address(table, offset))
+    sin = e.load_floats(e.address(table, offset, 4 * head_size))
+    return e.fma(swapped, sin, e.builder.fmul(pairs, cos))
+
+
+class Elementwise:
+    """Row kernels emitted for one target and head size. Immutable."""
+
+    def __init__(self, library: Library, memory: Memory, head_size: int) -> None:
+        load_f32, store_f32, load_u8 = memory.load_f32, memory.store_f32, memory.load_u8
+        vectors_a_head = head_size // LANES
+
+        @library.kernel(ADDRESS, ADDRESS)
+        def quantise_block(e: Emitter, source: Value, record: Value) -> None:
+            _quantise(e, e.load_floats(source), e.load_floats(e.address(source, 64)), record)
+
+        @library.kernel(ADDRESS, ADDRESS, FLOAT, returns=FLOAT)
+        def norm_factor(e: Emitter, source: Value, num_blocks: Value, eps: Value) -> Value:
+            """1 / sqrt(mean(x^2) + eps); NaN where the row has overflowed, so that it cannot pass for zeros."""
+            b = e.builder
+            squares = e.variable(e.floats(0.0))
+            with e.loop(e.times(num_blocks, 2)) as index:
+                values = e.load_floats(e.address(source, e.times(index, 64)))
+                e.add_product(squares, values, values)
+            total = e.total(e.get(squares))
+            count = b.sitofp(e.times(num_blocks, 32), F32)
+            mean = b.fadd(b.fdiv(total, count), eps)
+            factor = b.fdiv(ir.Constant(F32, 1.0), e.call("llvm.sqrt.f32", F32, mean))
+            return b.fadd(factor, b.fsub(total, total))
+
+        @library.kernel(ADDRESS, ADDRESS, FLOAT, ADDRESS, ADDRESS, ADDRESS)
+        def norm_quantise(
+            e: Emitter, source: Value, weight: Value, factor: Value,
+            num_blocks: Value, records: Value, stride: Value,
+        ) -> None:  # fmt: skip
+            spread = e.splat(factor)
+            with e.loop(num_blocks) as index:
+                at = e.times(index, 128)
+                parts = [
+                    e.builder.fmul(
+                        e.builder.fmul(e.load_floats(e.address(source, at, shift)), spread),
+                        e.load_floats(e.address(weight, at, shift)),
+                    )
+                    for shift in (0, 64)
+                ]
+                _quantise(e, parts[0], parts[1], e.address(records, e.times(index, stride)))
+
+        @library.kernel(ADDRESS, ADDRESS, FLOAT, ADDRESS, ADDRESS)
+        def norm_store(
+            e: Emitter, source: Value, weight: Value, factor: Value, num_blocks: Value, out: Value
+        ) -> None:
+            spread = e.splat(factor)
+            with e.loop(e.times(num_blocks, 2)) as index:
+                at = e.times(index, 64)
+                scaled = e.builder.fmul(e.load_floats(e.address(source, at)), spread)
+                value = e.builder.fmul(scaled, e.load_floats(e.address(weight, at)))
+                e.store(value, e.address(out, at), 4)
+
+        @library.kernel(ADDRESS, ADDRESS, ADDRESS)
+        def silu_quantise(e: Emitter, gate: Value, up: Value, record: Value) -> None:
+            low, high = (
+                _silu_product(e, e.load_floats(e.address(gate, at)), e.load_floats(e.address(up, at)))
+                for at in (0, 64)
+            )
+            _quantise(e, low, high, record)
+
+        @library.kernel(ADDRESS, ADDRESS, ADDRESS)
+        def silu_store(e: Emitter, gate: Value, up: Value, out: Value) -> None:
+            for at in (0, 64):
+                gates, ups = e.load_floats(e.address(gate, at)), e.load_floats(e.address(up, at))
+                e.store(_silu_product(e, gates, ups), e.address(out, at), 4)
+
+        @library.kernel(ADDRESS, ADDRESS)
+        def rotate_query(e: Emitter, head: Value, table: Value) -> None:
+            for vector in range(vectors_a_head):
+                address = e.address(head, 64 * vector)
+                turned = _rotate(e, e.load_floats(address), table, e.whole(64 * vector), head_size)
+                e.store(turned, address, 4)
+
+        @library.kernel(ADDRESS, ADDRESS, ADDRESS)
+        def store_key(e: Emitter, head: Value, table: Value, place: Value) -> None:
+            """Rotate and write as float16, 32 bytes from one dimension to the next."""
+            for vector in range(vectors_a_head):
+                offset = e.whole(64 * vector)
+                turned = _rotate(e, e.load_floats(e.address(head, offset)), table, offset, head_size)
+                halves = e.float_to_half(turned)
+                for lane in range(LANES):
+                    half = e.builder.extract_element(halves, ir.Constant(I32, lane))
+                    e.store(half, e.address(place, 32 * (LANES * vector + lane)), 2)
+
+        @library.kernel(ADDRESS, ADDRESS)
+        def store_value(e: Emitter, head: Value, place: Value) -> None:
+            """Write as float16, dimensions side by side."""
+            for vector in range(vectors_a_head):
+                values = e.load_floats(e.address(head, 64 * vector))
+                e.store_halves(values, e.address(place, 32 * vector))
+
+        @library.inline(ADDRESS, returns=FLOAT)
+        def load_half(e: Emitter, address: Value) -> Value:
+            bits = e.load(address, I16, 2)
+            wide = e.half_to_float(e.splat(bits))
+            return e.builder.extract_element(wide, ir.Constant(I32, 0))
+
+        @library.inline(ADDRESS, returns=FLOAT)
+        def load_bfloat(e: Emitter, address: Value) -> Value:
+            bits = e.builder.zext(e.load(address, I16, 2), I32)
+            return e.builder.bitcast(e.builder.shl(bits, ir.Constant(I32, 16)), F32)
+
+        self.quantise_block = quantise_block
+        self.norm_factor, self.norm_quantise, self.norm_store = norm_factor, norm_quantise, norm_store
+        self.silu_quantise, self.silu_store = silu_quantise, silu_store
+        self.rotate_query, self.store_key, self.store_value = rotate_query, store_key, store_value
+        self._loads = load_u8, load_f32, store_f32, load_half, load_bfloat
+        self._target = library.target
+
+    def make_embed(self, kind: WeightKind) -> Callable[..., Any]:
+        """`(table, num_blocks, token, scale, out)`: one output of a packed matrix as a float32 row."""
+        load_u8, load_f32, store_f32, load_half, load_bfloat = self._loads
+        bytes_a_block = block_bytes(kind)
+        if kind not in QUANTISED:
+            size = 4 if kind is WeightKind.F32 else 2
+            load = {WeightKind.F16: load_half, WeightKind.BF16: load_bfloat, WeightKind.F32: load_f32}[kind]
+
+            @jit
+            def embed_floats(table: int, num_blocks: int, token: int, scale: float, out: int) -> None:
+                tile = table + token // TILE_OUTPUTS * num_blocks * bytes_a_block
+                for index in range(32 * num_blocks):
+                    value = load(tile + size * (TILE_OUTPUTS * index + token % TILE_OUTPUTS))
+                    store_f32(out + 4 * index, value * scale)
+
+            return embed_floats
+
+        block = QUANTISED[kind]
+        scale_offset, min_offset = block.scale_offset, block.min_offset
+        is_nibble, has_min, has_halves = block.bits == 4, block.has_min, block.num_scales == 2
+        is_signed = kind is WeightKind.S8
+        is_offset = is_signed and self._target.has_unsigned_dot
+        offset = 8 if kind is WeightKind.U4 else 128 if is_offset else 0
+
+        @jit
+        def embed(table: int, num_blocks: int, token: int, scale: float, out: int) -> None:
+            lane = token % TILE_OUTPUTS
+            tile = table + token // TILE_OUTPUTS * num_blocks * bytes_a_block
+            for index in range(num_blocks):
+                at = tile + index * bytes_a_block
+                for column in range(32):
+                    half = column // 16 if has_halves else 0
+                    if is_nibble:
+                        byte = load_u8(at + 64 * (column % 16 // 4) + 4 * lane + column % 4)
+                        quant = (byte >> 4) if column >= 16 else (byte & 15)
+                    else:
+                        quant = load_u8(at + 64 * (column // 4) + 4 * lane + column % 4)
+                        if is_signed and not is_offset and quant >= 128:
+                            quant -= 256
+                    value = load_half(at + scale_offset + 32 * half + 2 * lane) * (quant - offset)
+                    if has_min:
+                        value += load_half(at + min_offset + 32 * half + 2 * lane)
+                    store_f32(out + 4 * (32 * index + column), value * scale)
+
+        return embed

@@ -1,0 +1,116 @@
+"""The engine's machine code: found in the user's cache or made once, then loaded.
+
+Owns: the loaded code, and files `cpu/*.o` of the cache directory. Runs in the worker process, at start.
+The cache holds plain object files, named by everything that shapes them; a damaged one is made again.
+A second start imports neither Numba nor any kernel.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+import llvmlite.binding as llvm
+import msgspec
+
+from workers.devices.cpu.spec import StepSpec
+from workers.devices.cpu.target import Target, target_machine
+
+_logger: Final = logging.getLogger(__name__)
+_DIGEST_BYTES: Final = 32
+_ENTRY: Final = "ds4_cpu_step"
+_FUNCTION: Final = ctypes.CFUNCTYPE(
+    ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
+)
+
+
+# The modules of this package that shape the code.
+SOURCES: Final = (
+    "attention", "build", "control", "elementwise", "emit", "formats", "groups", "matmul", "memory", "spec",
+    "step", "target",
+)  # fmt: skip
+
+
+class MachineCode:
+    """Loaded code; keeps it alive. Immutable, callable from any thread without the GIL held."""
+
+    def __init__(self, object_code: bytes, target: Target) -> None:
+        module = llvm.parse_assembly("")
+        module.triple = target.triple
+        self._engine = llvm.create_mcjit_compiler(module, target_machine(target))
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(object_code))
+        self._engine.finalize_object()
+        self._function = _FUNCTION(self._engine.get_function_address(_ENTRY))
+        # Numba's convention: where to put the result and an exception; the code raises none.
+        self._result, self._exception = ctypes.c_int64(0), ctypes.c_int64(0)
+        self._pointers = ctypes.addressof(self._result), ctypes.addressof(self._exception)
+
+    def __call__(self, control: int, thread: int) -> None:
+        """Run the entry: one step for thread 0, a helper's life for others."""
+        status = self._function(*self._pointers, control, thread)
+        assert status == 0
+
+
+def load_machine_code(
+    target: Target, spec: StepSpec, directory: Path | None, *, make: Callable[[], bytes] | None = None
+) -> MachineCode:
+    """From `directory` (created when missing; None: no cache) or made now. Raises ImportError without Numba."""
+    path = None if directory is None else directory / f"step-{cache_key(target, spec)}.o"
+    object_code = None if path is None else _read(path)
+    if object_code is None:
+        _logger.info("event=cpu_compile isa=%s note=once_a_machine_takes_about_10_s", target.isa.value)
+        started = time.monotonic()
+        object_code = (make or (lambda: _make(target, spec)))()
+        _logger.info("event=cpu_compiled seconds=%.1f", time.monotonic() - started)
+        if path is not None:
+            _write(path, object_code)
+    return MachineCode(object_code, target)
+
+
+def _make(target: Target, spec: StepSpec) -> bytes:
+    from workers.devices.cpu.build import build_object  # Numba: half a second, and only needed here
+
+    return build_object(target, spec)
+
+
+def cache_key(target: Target, spec: StepSpec) -> str:
+    """A digest of the target, the spec, the sources of the code and the compiler's version."""
+    digest = hashlib.sha256(msgspec.json.encode((target, spec, version("llvmlite"), version("numba"))))
+    for name in SOURCES:
+        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        raw = path.read_bytes()
+    except OSError:
+        return None
+    digest, object_code = raw[:_DIGEST_BYTES], raw[_DIGEST_BYTES:]
+    if hashlib.sha256(object_code).digest() != digest:
+        _logger.warning("event=cpu_cache_damaged path=%s", path)
+        return None
+    return object_code
+
+
+def _write(path: Path, object_code: bytes) -> None:
+    """Atomically; a directory that cannot be written only costs the next start its time."""
+    name = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(handle, "wb") as file:
+            file.write(hashlib.sha256(object_code).digest() + object_code)
+        os.replace(name, path)
+    except OSError as error:
+        _logger.info("event=cpu_cache_not_written path=%s error=%s", path, error)
+        if name:
+            with contextlib.suppress(OSError):
+                os.unlink(name)

@@ -1,0 +1,433 @@
+"""The whole step as one function that every thread runs: it walks the operation records.
+
+Owns nothing. Runs in the worker process: this source while the machine code is made, its result on
+every thread of the engine. A barrier follows each record that says so; within a record threads share
+out rows, outputs or (rows, heads) without talking, and how they do never changes a result.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from workers.devices.cpu.attention import make_attention
+from workers.devices.cpu.control import (
+    MAIL_CONDITION,
+    MAIL_LOCK,
+    MAIL_SLEEPING,
+    MAIL_STEP,
+    MAIL_STOP,
+    MAILBOX_BYTES,
+    RECORD_WORDS,
+    Code,
+    Control,
+)
+from workers.devices.cpu.elementwise import Elementwise
+from workers.devices.cpu.emit import Library, jit
+from workers.devices.cpu.formats import FLOAT_BYTES, OUTPUT_UNIT, QUANTISED, RECORD_BYTES, WeightKind
+from workers.devices.cpu.groups import group_sizes
+from workers.devices.cpu.matmul import make_matmul
+from workers.devices.cpu.memory import Memory
+from workers.devices.cpu.spec import StepSpec
+
+_HELPER_SPINS: Final = 6000  # about 100 us of pauses between two steps before a helper sleeps
+
+Jitted = Callable[..., Any]
+
+
+def _by_kind(functions: Sequence[tuple[int, Jitted]]) -> Jitted:
+    """A function `(kind, arguments)` that calls the one for `kind`; the last needs no test."""
+    kind, function = functions[0]
+    number = int(kind)
+    if len(functions) == 1:
+
+        @jit
+        def only(_kind: int, arguments: tuple[int, ...]) -> None:
+            function(*arguments)
+
+        return only
+    others = _by_kind(functions[1:])
+
+    @jit
+    def choose(wanted: int, arguments: tuple[int, ...]) -> None:
+        if wanted == number:
+            function(*arguments)
+        else:
+            others(wanted, arguments)
+
+    return choose
+
+
+class _Kernels(msgspec.Struct, frozen=True):
+    """Everything the operations call, for one spec and target."""
+
+    spec: StepSpec
+    memory: Memory
+    rows: Elementwise
+    matmul: Jitted  # (kind, arguments of matmul.make_matmul)
+    embed: Jitted  # (kind, arguments of Elementwise.make_embed)
+
+
+def make_entry(library: Library, spec: StepSpec) -> Callable[[int, int], None]:
+    """`entry(control, thread)`: thread 0 runs one step, others serve as helpers until told to stop."""
+    memory = Memory(library)
+    rows = Elementwise(library, memory, spec.head_size)
+    kinds = [WeightKind(kind) for kind in spec.kinds]
+    kernels = _Kernels(
+        spec=spec,
+        memory=memory,
+        rows=rows,
+        matmul=_by_kind([(kind, make_matmul(library, kind)) for kind in kinds]),
+        embed=_by_kind([(kind, rows.make_embed(kind)) for kind in kinds if kind in spec.table_kinds]),
+    )
+    run_step = _make_step(library, kernels)
+    load, atomic_load, atomic_store = memory.load_i64, memory.atomic_load, memory.atomic_store
+    lock, unlock, wait, signal, relax = (
+        memory.lock, memory.unlock, memory.wait, memory.signal, memory.relax,
+    )  # fmt: skip
+    threads_at, mailboxes_at = 8 * Control.NUM_THREADS, 8 * Control.MAILBOXES
+    mailbox_bytes, helper_spins = MAILBOX_BYTES, _HELPER_SPINS
+    at_step, at_sleeping, at_lock = MAIL_STEP, MAIL_SLEEPING, MAIL_LOCK
+    at_condition, at_stop = MAIL_CONDITION, MAIL_STOP
+
+    @jit
+    def lead(control: int) -> None:
+        """Hand the step to the helpers, take part, and return when all are done (the last barrier)."""
+        num_threads = load(control + threads_at)
+        mailboxes = load(control + mailboxes_at)
+        for thread in range(1, num_threads):
+            mail = mailboxes + thread * mailbox_bytes
+            # Pairs with the helper's loads: sequentially consistent, so either the helper sees the step
+            # before it sleeps or its sleeping flag is seen here.
+            atomic_store(mail + at_step, atomic_load(mail + at_step) + 1)
+            if atomic_load(mail + at_sleeping) != 0:
+                lock(mail + at_lock)
+                signal(mail + at_condition)
+                unlock(mail + at_lock)
+        run_step(control, 0, num_threads)
+
+    @jit
+    def help_lead(control: int, thread: int) -> None:
+        mail = load(control + mailboxes_at) + thread * mailbox_bytes
+        done = 0
+        while True:
+            spins = 0
+            while atomic_load(mail + at_step) == done and atomic_load(mail + at_stop) == 0:
+                relax()
+                spins += 1
+                if spins > helper_spins:
+                    lock(mail + at_lock)
+                    atomic_store(mail + at_sleeping, 1)
+                    while atomic_load(mail + at_step) == done and atomic_load(mail + at_stop) == 0:
+                        wait(mail + at_condition, mail + at_lock)
+                    atomic_store(mail + at_sleeping, 0)
+                    unlock(mail + at_lock)
+            if atomic_load(mail + at_step) == done:
+                return
+            done += 1
+            run_step(control, thread, load(control + threads_at))
+
+    def entry(control: int, thread: int) -> None:
+        if thread == 0:
+            lead(control)
+        else:
+            help_lead(control, thread)
+
+    return entry
+
+
+def _make_step(library: Library, kernels: _Kernels) -> Jitted:
+    memory = kernels.memory
+    load, barrier = memory.load_i64, memory.barrier
+    embed, norm, matmul = _make_embed(kernels), _make_norm(kernels), _make_matmul(kernels)
+    rope, attention = _make_rope(kernels), _make_attention(library, kernels)
+    quantise, gate_up = _make_quantise(kernels), _make_gate_up(kernels)
+    operations_at, num_operations_at = 8 * Control.OPERATIONS, 8 * Control.NUM_OPERATIONS
+    barrier_at, record_bytes = 8 * Control.BARRIER, 8 * RECORD_WORDS
+    code_embed, code_norm, code_matmul = int(Code.EMBED), int(Code.NORM), int(Code.MATMUL)
+    code_rope, code_attention = int(Code.ROPE), int(Code.ATTENTION)
+    code_quantise = int(Code.QUANTISE)
+
+    @jit
+    def run_step(control: int, thread: int, num_threads: int) -> None:
+        record = load(control + operations_at)
+        end = record + load(control + num_operations_at) * record_bytes
+        while record < end:
+            code = load(record)
+            if code == code_matmul:
+                matmul(control, record, thread, num_threads)
+            elif code == code_norm:
+                norm(control, record, thread, num_threads)
+            elif code == code_rope:
+                rope(control, record, thread, num_threads)
+            elif code == code_attention:
+                attention(control, record, thread, num_threads)
+            elif code == code_quantise:
+                quantise(control, record, thread, num_threads)
+            elif code == code_embed:
+                embed(control, record, thread, num_threads)
+            else:
+                gate_up(control, record, thread, num_threads)
+            if load(record + 8) != 0:
+                barrier(control + barrier_at, num_threads)
+            record += record_bytes
+
+    return run_step
+
+
+def _make_embed(kernels: _Kernels) -> Jitted:
+    load, load_i32, load_f32 = kernels.memory.load_i64, kernels.memory.load_i32, kernels.memory.load_f32
+    unpack = kernels.embed
+    rows_at, tokens_at = 8 * Control.NUM_ROWS, 8 * Control.TOKEN_IDS
+    hidden_at, hidden_stride_at = 8 * Control.HIDDEN, 8 * Control.HIDDEN_STRIDE
+
+    @jit
+    def embed(control: int, record: int, thread: int, num_threads: int) -> None:
+        table, kind, num_blocks = load(record + 16), load(record + 24), load(record + 32)
+        scale = load_f32(record + 40)
+        num_rows, tokens = load(control + rows_at), load(control + tokens_at)
+        hidden, stride = load(control + hidden_at), load(control + hidden_stride_at)
+        for row in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+            token = load_i32(tokens + 4 * row)
+            unpack(kind, (table, num_blocks, token, scale, hidden + row * stride))
+
+    return embed
+
+
+def _make_norm(kernels: _Kernels) -> Jitted:
+    load, load_i32, load_f32 = kernels.memory.load_i64, kernels.memory.load_i32, kernels.memory.load_f32
+    factor_of, to_records, to_floats = (
+        kernels.rows.norm_factor, kernels.rows.norm_quantise, kernels.rows.norm_store,
+    )  # fmt: skip
+    rows_at, stride_at = 8 * Control.NUM_ROWS, 8 * Control.RECORD_STRIDE
+    samples_at, sample_stride_at = 8 * Control.NUM_SAMPLES, 8 * Control.SAMPLE_RECORD_STRIDE
+    sample_rows_at = 8 * Control.SAMPLE_ROWS
+    hidden_at, hidden_stride_at = 8 * Control.HIDDEN, 8 * Control.HIDDEN_STRIDE
+    row_bytes = RECORD_BYTES
+
+    @jit
+    def norm(control: int, record: int, thread: int, num_threads: int) -> None:
+        weight, num_blocks, eps = load(record + 16), load(record + 24), load_f32(record + 32)
+        records, floats, float_stride = load(record + 40), load(record + 48), load(record + 56)
+        sampled = load(record + 64)
+        num_rows = load(control + (samples_at if sampled else rows_at))
+        stride = load(control + (sample_stride_at if sampled else stride_at))
+        sample_rows = load(control + sample_rows_at)
+        hidden, hidden_stride = load(control + hidden_at), load(control + hidden_stride_at)
+        for row in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+            place = load_i32(sample_rows + 4 * row) if sampled else row
+            source = hidden + place * hidden_stride
+            factor = factor_of(source, num_blocks, eps)
+            if records != 0:
+                to_records(source, weight, factor, num_blocks, records + row_bytes * row, stride)
+            if floats != 0:
+                to_floats(source, weight, factor, num_blocks, floats + row * float_stride)
+
+    return norm
+
+
+def _make_matmul(kernels: _Kernels) -> Jitted:
+    load, multiply = kernels.memory.load_i64, kernels.matmul
+    rows_at, stride_at = 8 * Control.NUM_ROWS, 8 * Control.RECORD_STRIDE
+    samples_at, sample_stride_at = 8 * Control.NUM_SAMPLES, 8 * Control.SAMPLE_RECORD_STRIDE
+    first_float_kind, unit = int(min(FLOAT_BYTES)), OUTPUT_UNIT
+
+    @jit
+    def matmul(control: int, record: int, thread: int, num_threads: int) -> None:
+        weights, kind, num_blocks = load(record + 16), load(record + 24), load(record + 32)
+        num_units = load(record + 40) // unit
+        out, out_stride = load(record + 72), load(record + 80)
+        base, base_stride, base_step = load(record + 88), load(record + 96), load(record + 104)
+        sampled = load(record + 112)
+        num_rows = load(control + (samples_at if sampled else rows_at))
+        if num_rows == 0:
+            return
+        rows = load(record + 48)
+        stride = load(control + (sample_stride_at if sampled else stride_at))
+        if kind >= first_float_kind:
+            rows, stride = load(record + 56), load(record + 64)
+        first = unit * (num_units * thread // num_threads)
+        last = unit * (num_units * (thread + 1) // num_threads)
+        multiply(
+            kind,
+            (weights, num_blocks, first, last, rows, stride, num_rows, out, out_stride, base, base_stride,
+             base_step),
+        )  # fmt: skip
+
+    return matmul
+
+
+def _make_rope(kernels: _Kernels) -> Jitted:
+    load, load_i32 = kernels.memory.load_i64, kernels.memory.load_i32
+    rotate_query = kernels.rows.rotate_query
+    store_key, store_value = kernels.rows.store_key, kernels.rows.store_value
+    num_heads, num_kv_heads, head_size = (
+        kernels.spec.num_heads, kernels.spec.num_kv_heads, kernels.spec.head_size,
+    )  # fmt: skip
+    positions_at, sequences_at = 8 * Control.POSITIONS, 8 * Control.NUM_SEQUENCES
+    starts_at, tables_at, table_stride_at = (
+        8 * Control.SEQUENCE_STARTS, 8 * Control.PAGE_TABLES, 8 * Control.PAGE_TABLE_STRIDE,
+    )  # fmt: skip
+    qkv_at, qkv_stride_at, page_bytes_at = 8 * Control.QKV, 8 * Control.QKV_STRIDE, 8 * Control.PAGE_BYTES
+    rows_at = 8 * Control.NUM_ROWS
+
+    @jit
+    def rope(control: int, record: int, thread: int, num_threads: int) -> None:
+        cache, table = load(record + 16), load(record + 24)
+        keys_at, values_at = load(record + 32), load(record + 40)
+        num_rows, positions = load(control + rows_at), load(control + positions_at)
+        starts, tables = load(control + starts_at), load(control + tables_at)
+        table_stride, page_bytes = load(control + table_stride_at), load(control + page_bytes_at)
+        qkv, stride = load(control + qkv_at), load(control + qkv_stride_at)
+        begin = num_rows * thread // num_threads
+        end = num_rows * (thread + 1) // num_threads
+        for sequence in range(load(control + sequences_at)):
+            first = max(begin, load_i32(starts + 4 * sequence))
+            last = min(end, load_i32(starts + 4 * (sequence + 1)))
+            pages = tables + sequence * table_stride
+            for row in range(first, last):
+                position = load_i32(positions + 4 * row)
+                turn = table + position * 8 * head_size
+                source = qkv + row * stride
+                for head in range(num_heads):
+                    rotate_query(source + 4 * head * head_size, turn)
+                page = cache + load_i32(pages + 4 * (position // 16)) * page_bytes
+                for head in range(num_kv_heads):
+                    of_head = 4 * head * head_size
+                    place = page + 64 * head * head_size
+                    store_key(source + keys_at + of_head, turn, place + 2 * (position % 16))
+                    value_place = place + 32 * head_size + 2 * head_size * (position % 16)
+                    store_value(source + values_at + of_head, value_place)
+
+    return rope
+
+
+def _make_attention(library: Library, kernels: _Kernels) -> Jitted:
+    load, load_i32, load_f32 = kernels.memory.load_i64, kernels.memory.load_i32, kernels.memory.load_f32
+    quantise_block = kernels.rows.quantise_block
+    spec = kernels.spec
+    head_size, heads_a_kv_head = spec.head_size, spec.num_heads // spec.num_kv_heads
+    run_group, single_group = group_sizes(library.target, heads_a_kv_head, head_size)
+    attend_single = make_attention(library, single_group)
+    attend_run = make_attention(library, run_group) if run_group.num_rows > 1 else attend_single
+    run_rows, group_heads = run_group.num_rows, run_group.num_heads
+    num_groups, blocks_a_head = spec.num_heads // group_heads, head_size // 32
+    positions_at, sequences_at = 8 * Control.POSITIONS, 8 * Control.NUM_SEQUENCES
+    starts_at, tables_at, table_stride_at = (
+        8 * Control.SEQUENCE_STARTS, 8 * Control.PAGE_TABLES, 8 * Control.PAGE_TABLE_STRIDE,
+    )  # fmt: skip
+    qkv_at, qkv_stride_at, page_bytes_at = 8 * Control.QKV, 8 * Control.QKV_STRIDE, 8 * Control.PAGE_BYTES
+    scratch_at, scratch_stride_at = 8 * Control.SCRATCH, 8 * Control.SCRATCH_STRIDE
+    record_stride_at, row_bytes = 8 * Control.RECORD_STRIDE, RECORD_BYTES
+
+    @jit
+    def quantise_heads(query: int, row: int, group: int, records: int, record_stride: int) -> None:
+        for head in range(group_heads):
+            for block in range(blocks_a_head):
+                source = query + 4 * (head * head_size + 32 * block)
+                number = (group * group_heads + head) * blocks_a_head + block
+                quantise_block(source, records + number * record_stride + row * row_bytes)
+
+    @jit
+    def attention(control: int, record: int, thread: int, num_threads: int) -> None:
+        cache, scale, records = load(record + 16), load_f32(record + 24), load(record + 32)
+        positions, starts = load(control + positions_at), load(control + starts_at)
+        tables, table_stride = load(control + tables_at), load(control + table_stride_at)
+        page_bytes, record_stride = load(control + page_bytes_at), load(control + record_stride_at)
+        qkv, stride = load(control + qkv_at), load(control + qkv_stride_at)
+        scratch = load(control + scratch_at) + thread * load(control + scratch_stride_at)
+        unit = 0
+        for sequence in range(load(control + sequences_at)):
+            row, last = load_i32(starts + 4 * sequence), load_i32(starts + 4 * (sequence + 1))
+            pages = tables + sequence * table_stride
+            while row < last:
+                num_rows = run_rows if row + run_rows <= last else 1
+                position = load_i32(positions + 4 * row)
+                for group in range(num_groups):
+                    unit += 1
+                    if unit % num_threads != thread:
+                        continue
+                    query = qkv + row * stride + 4 * group * group_heads * head_size
+                    of_head = cache + 64 * head_size * (group * group_heads // heads_a_kv_head)
+                    if num_rows > 1:
+                        attend_run(query, stride, pages, of_head, page_bytes, position, scratch, scale)
+                    else:
+                        attend_single(query, stride, pages, of_head, page_bytes, position, scratch, scale)
+                    if records != 0:
+                        for index in range(num_rows):
+                            at = query + index * stride
+                            quantise_heads(at, row + index, group, records, record_stride)
+                row += num_rows
+
+    return attention
+
+
+def _make_quantise(kernels: _Kernels) -> Jitted:
+    load, quantise_block = kernels.memory.load_i64, kernels.rows.quantise_block
+    rows_at, record_stride_at, row_bytes = 8 * Control.NUM_ROWS, 8 * Control.RECORD_STRIDE, RECORD_BYTES
+
+    @jit
+    def quantise(control: int, record: int, thread: int, num_threads: int) -> None:
+        source, stride, num_blocks = load(record + 16), load(record + 24), load(record + 32)
+        records, record_stride = load(record + 40), load(control + record_stride_at)
+        num_rows = load(control + rows_at)
+        for row in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+            for block in range(num_blocks):
+                to = records + block * record_stride + row * row_bytes
+                quantise_block(source + row * stride + 128 * block, to)
+
+    return quantise
+
+
+def _make_gate_up(kernels: _Kernels) -> Jitted:
+    load, multiply = kernels.memory.load_i64, kernels.matmul
+    to_record, to_floats = kernels.rows.silu_quantise, kernels.rows.silu_store
+    rows_at, record_stride_at, row_bytes = 8 * Control.NUM_ROWS, 8 * Control.RECORD_STRIDE, RECORD_BYTES
+    scratch_at, scratch_stride_at = 8 * Control.SCRATCH, 8 * Control.SCRATCH_STRIDE
+    zeros_at, first_float_kind = 8 * Control.ZEROS, int(min(FLOAT_BYTES))
+
+    @jit
+    def gate_up(control: int, record: int, thread: int, num_threads: int) -> None:
+        gate, gate_kind = load(record + 16), load(record + 24)
+        up, up_kind = load(record + 32), load(record + 40)
+        num_blocks, num_groups = load(record + 48), load(record + 56)
+        records, floats, float_stride = load(record + 64), load(record + 72), load(record + 80)
+        out_records, out_floats, out_stride = load(record + 88), load(record + 96), load(record + 104)
+        num_rows, stride = load(control + rows_at), load(control + record_stride_at)
+        zeros = load(control + zeros_at)
+        # Sixty-four values a row: thirty-two gates, then their ups.
+        pairs = load(control + scratch_at) + thread * load(control + scratch_stride_at)
+        rows, row_stride = records, stride
+        if gate_kind >= first_float_kind:
+            rows, row_stride = floats, float_stride
+        up_rows, up_stride = records, stride
+        if up_kind >= first_float_kind:
+            up_rows, up_stride = floats, float_stride
+        for group in range(num_groups * thread // num_threads, num_groups * (thread + 1) // num_threads):
+            if up == 0:  # gates and ups lie interleaved in one matrix
+                multiply(
+                    gate_kind,
+                    (gate, num_blocks, 64 * group, 64 * group + 64, rows, row_stride, num_rows,
+                     pairs - 256 * group, 256, zeros, 0, 0),
+                )  # fmt: skip
+            else:
+                first, last, to = 32 * group, 32 * group + 32, pairs - 128 * group
+                multiply(
+                    gate_kind,
+                    (gate, num_blocks, first, last, rows, row_stride, num_rows, to, 256, zeros, 0, 0),
+                )
+                multiply(
+                    up_kind,
+                    (up, num_blocks, first, last, up_rows, up_stride, num_rows, to + 128, 256, zeros, 0, 0),
+                )
+            for row in range(num_rows):
+                at = pairs + 256 * row
+                if out_records != 0:
+                    to_record(at, at + 128, out_records + group * stride + row * row_bytes)
+                if out_floats != 0:
+                    to_floats(at, at + 128, out_floats + row * out_stride + 128 * group)
+
+    return gate_up
+
+
+assert min(FLOAT_BYTES) > max(QUANTISED), "kinds are compared with the first float kind"
