@@ -6,6 +6,7 @@ and whole answers, so that both cut at the same character. Runs in: front ends.
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Final
@@ -72,8 +73,7 @@ class Choice:
         self._held: deque[TokenText] = deque()
         self._num_characters = 0  # detokenized, shown or not
         self._num_shown = 0
-        self._clock = asyncio.get_running_loop().time
-        self._started_s = self._clock()
+        self._started_s = time.monotonic()  # the loop's clock is too coarse on uvloop
 
     async def read(self) -> Piece:
         """The next piece that has something to show; the last one has `finish`. Raises WorkerError."""
@@ -118,7 +118,7 @@ class Choice:
         return end
 
     def _count(self, num_tokens: int) -> None:
-        self.last_token_s = self._clock()
+        self.last_token_s = time.monotonic()
         if not self.first_token_s:
             self.first_token_s = self.last_token_s
 
@@ -181,7 +181,7 @@ class Choices:
 
     async def pieces(self, choice: Choice) -> AsyncIterator[Piece]:
         """The pieces of one choice up to its ending, counted. Raises ClientGoneError, WorkerError."""
-        clock = asyncio.get_running_loop().time
+        clock = time.monotonic
         last_s = 0.0
         num_before = 0
         while True:

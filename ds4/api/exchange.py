@@ -5,6 +5,7 @@ Source: the ASGI specification.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -24,7 +25,7 @@ class Exchange:
         self.state = state
         self.scope = scope
         self.send = send
-        self.arrived_s = asyncio.get_running_loop().time()
+        self.arrived_s = time.monotonic()
         self.gone = False
         self._receive = receive
         self._on_gone: list[Callable[[], None]] = []
