@@ -119,10 +119,10 @@ def compute_limits(settings: Settings, sizes: Dimensions, need: _Need, free_byte
     return limits
 
 
-def _open_reference(program: Program, limits: Limits) -> Device:
+def _open_reference(program: Program, limits: Limits, threads: int) -> Device:
     from workers.devices.reference.device import ReferenceDevice
 
-    return ReferenceDevice(program, limits)
+    return ReferenceDevice(program, limits, threads)
 
 
 def _choose(settings: Settings) -> str:
@@ -158,7 +158,7 @@ def open_device(settings: Settings, model: ModelFile) -> tuple[Device, Limits]:
     limits = compute_limits(settings, program.dimensions, _need(name, model, program), available_bytes())
     try:
         if name == "reference":
-            return _open_reference(program, limits), limits
+            return _open_reference(program, limits, settings.threads), limits
         module = importlib.import_module("workers.devices.cpu.device")
         device: Device = module.CpuDevice(program, limits, threads=settings.threads)
     except MemoryError:

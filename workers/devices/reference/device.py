@@ -8,6 +8,7 @@ Weights are widened to float32 once (four bytes a parameter). Every matrix produ
 but its own sequence.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,7 @@ from workers.devices.interface import (
     StepResult,
 )
 from workers.devices.reference.attention import PagedAttention
+from workers.devices.reference.blas import set_threads
 from workers.devices.reference.fixed_order import MAX_BLOCK_ROWS, FixedOrderMatmul
 from workers.model.program import (
     Attention,
@@ -43,6 +45,8 @@ from workers.model.program import (
 from workers.quant.dequantise import dequantise
 from workers.sampling.sampler import HostSampler
 
+log = logging.getLogger(__name__)
+
 _F32: Final = np.float32
 
 
@@ -52,7 +56,10 @@ class ReferenceDevice:
     name = "reference"
     pipeline_depth = 0
 
-    def __init__(self, program: Program, limits: Limits) -> None:
+    def __init__(self, program: Program, limits: Limits, threads: int = 0) -> None:
+        """`threads`: of the BLAS, in the whole process; 0 leaves its own default."""
+        if threads and not set_threads(threads):
+            log.warning("the number of threads of NumPy's BLAS cannot be set: --threads has no effect")
         self._limits = limits
         self._sizes = sizes = program.dimensions
         rows, samples = limits.max_rows + MAX_BLOCK_ROWS, limits.max_seats + MAX_BLOCK_ROWS
