@@ -398,12 +398,19 @@ def test_sleep_returns_at_once_when_something_came_before_it(tmp_path: Path) -> 
     asyncio.run(run())
 
 
+async def fall_asleep(worker: WorkerRing) -> "asyncio.Future[None]":
+    """The worker sleeps in another thread, past every earlier ring."""
+    worker._bell.drain()
+    sleeping = asyncio.get_running_loop().run_in_executor(None, worker.sleep, 3600.0)
+    await until(lambda: worker._sleep_word % 2 == 1)
+    return sleeping
+
+
 def test_a_sleeping_worker_is_rung_for_a_submission(tmp_path: Path) -> None:
     async def run() -> None:
         worker = make_worker(tmp_path / "ring")
         front_end = await make_front_end(tmp_path / "ring", worker)
-        sleeping = asyncio.get_running_loop().run_in_executor(None, worker.sleep, 3600.0)
-        await until(lambda: worker._sleep_word % 2 == 1)
+        sleeping = await fall_asleep(worker)
         front_end.submit(b"", prompt())
         await asyncio.wait_for(sleeping, 20)
         assert len(worker.poll().submissions) == 1
@@ -426,7 +433,7 @@ def test_a_sleeping_worker_with_blocked_rows_is_rung_when_they_may_go_on(tmp_pat
             publish(worker, [stream], [sent])
             sent += 1
         assert sent >= 4
-        sleeping = asyncio.get_running_loop().run_in_executor(None, worker.sleep, 3600.0)
+        sleeping = await fall_asleep(worker)
         events, _ = await asyncio.wait_for(stream.read(), 20)
         assert [event.token_id for event in events] == list(range(sent))
         await asyncio.wait_for(sleeping, 20)
