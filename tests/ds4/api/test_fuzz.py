@@ -1,0 +1,146 @@
+"""Every route with a body, against bodies that nobody foresaw: an answer, and never one of 5xx."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any, Final
+
+import httpx
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ds4.protocol.openai_chat import ChatMessage, ChatRequest, ContentPart
+from ds4.protocol.openai_completions import CompletionRequest
+from tests.support.front_rig import run, running_front
+
+_ROUTES: Final = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/apply-template")
+
+
+def _names(kind: type[msgspec.Struct]) -> list[str]:
+    return [field.name for field in msgspec.structs.fields(kind)]
+
+
+_KNOWN: Final = sorted({*_names(ChatRequest), *_names(CompletionRequest), "content", "tokens", "with_pieces"})
+_texts: Final = st.text(max_size=20) | st.sampled_from(
+    ["", "<|im_end|>", "\x00", "😀", "\ud800", "user", "text", "hello world", "ͼ" * 50]
+)
+_leaves: Final = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 70), 1 << 70)
+    | st.integers(-2, 130)
+    | st.floats(allow_nan=True, allow_infinity=True)
+    | _texts
+)
+_values: Final = st.recursive(
+    _leaves,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_texts, inner, max_size=3),
+    max_leaves=8,
+)
+_parts: Final = st.fixed_dictionaries({}, optional=dict.fromkeys(_names(ContentPart), _values))
+_messages: Final = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "system", "assistant", "tool", "developer"]) | _texts},
+        optional={
+            **{name: _values for name in _names(ChatMessage) if name != "role"},
+            "content": _texts | st.lists(_parts, max_size=2) | st.none(),
+        },
+    ),
+    max_size=4,
+)
+_prompts: Final = _texts | st.lists(st.integers(-1, 300), max_size=5) | st.lists(_texts, max_size=3) | _values
+_good_messages: Final = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "system"]), "content": st.text(max_size=20)}),
+    min_size=1,
+    max_size=3,
+)
+_others: Final = st.dictionaries(st.sampled_from(_KNOWN), _values, max_size=2)
+_good: Final = st.fixed_dictionaries(
+    {
+        "messages": _good_messages,
+        "prompt": st.text(max_size=20) | st.lists(st.integers(0, 200), max_size=5),
+        "content": st.text(max_size=20),
+        "tokens": st.lists(st.integers(0, 200), max_size=5),
+    },
+    optional={"max_tokens": st.integers(1, 4), "n": st.integers(1, 3), "stream": st.booleans()},
+)
+_odd: Final = st.fixed_dictionaries(
+    {}, optional={"messages": _messages, "prompt": _prompts, "content": _texts, "tokens": _values}
+)
+_bodies: Final = (
+    st.builds(lambda good, others, odd: {**good, **others, **odd}, _good, _others, st.just({}) | _odd) | _odd
+)
+_raw: Final = (
+    _bodies.map(lambda body: json.dumps(body).encode())
+    | _values.map(lambda body: json.dumps(body).encode())
+    | st.binary(max_size=60)
+    | st.builds(
+        lambda body, at, new: json.dumps(body).encode()[:at] + new + json.dumps(body).encode()[at:],
+        _bodies,
+        st.integers(0, 80),
+        st.binary(min_size=1, max_size=3),
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """A front end in a thread: hypothesis calls tests that are not asynchronous."""
+    ports: list[int] = []
+    started, ended = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with running_front(
+            tmp_path_factory.mktemp("fuzz"), "hello world", max_body_bytes=65536
+        ) as front:
+            ports.append(front.port)
+            started.set()
+            await asyncio.to_thread(ended.wait)
+
+    thread = threading.Thread(target=run, args=(serve,))
+    thread.start()
+    assert started.wait(30)
+    yield ports[0]
+    ended.set()
+    thread.join(30)
+
+
+@pytest.mark.parametrize("route", _ROUTES)
+def test_no_body_makes_a_server_error(port: int, route: str) -> None:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+
+        @settings(
+            max_examples=120 if route.startswith("/v1") else 40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=True,
+            database=None,
+        )
+        @given(body=_raw)
+        def post(body: bytes) -> None:
+            response = client.post(route, content=body)
+            assert response.status_code in (200, 400), (response.status_code, body, response.text)
+            if response.status_code == 400:
+                error: Any = response.json()["error"]
+                assert error["message"]
+                assert error["type"] == "invalid_request_error"
+            elif not response.headers["content-type"].startswith("text/event-stream"):
+                response.json()
+            else:
+                assert response.content.endswith(b"data: [DONE]\n\n")
+                assert b'"error"' not in response.content
+
+        post()
+
+
+def test_the_fuzz_reaches_generation(port: int) -> None:
+    """Guards the strategies: were every body refused, the test above would prove nothing."""
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "n": 2, "stream": False}
+    response = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body)
+    assert response.status_code == 200
+    metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    line = next(line for line in metrics.splitlines() if line.startswith("ds4_prompt_tokens_total "))
+    assert int(line.split()[1]) > 100
