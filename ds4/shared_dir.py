@@ -1,7 +1,8 @@
-"""Where the directory is that front ends and worker share, and how the supervisor empties it.
+"""Where the directory is that front ends and worker share, and how the supervisor keeps it.
 
-Owns the default place. Runs at the start of each role and at the end of the supervisor. What lies
-in the directory and who may use it is `ds4.ring.directory`'s.
+Owns the default place, the supervisor's own lease, and the sweep of what killed servers left. Runs
+at the start of each role and at the end of the supervisor. What lies in the directory and who may
+use it is `ds4.ring.directory`'s.
 """
 
 import contextlib
@@ -12,12 +13,21 @@ from pathlib import Path
 from typing import Final
 
 from ds4.config import Settings
+from ds4.errors import ConfigError
 from ds4.ring.directory import open_directory
-from ds4.ring.liveness import Leases
+from ds4.ring.liveness import WORKER_BYTE, Leases
+
+# Far above the places of worker and front ends. While it is held nobody finds the directory empty.
+SUPERVISOR_BYTE: Final = 4096
 
 _MEMORY: Final = Path("/dev/shm")
+_PREFIX: Final = "ds4-server-"
 # What the ring and the metrics keep there; nothing else in a configured directory is ever deleted.
 _OURS: Final = ("ring", ".ring.*", "*.bell", "prompts", "metrics")
+
+
+def _default_base() -> Path:
+    return _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
 
 def shared_directory(settings: Settings) -> Path:
@@ -27,8 +37,7 @@ def shared_directory(settings: Settings) -> Path:
     """
     if settings.shared_dir:
         return Path(settings.shared_dir).absolute()
-    base = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-    return base / f"ds4-server-{os.geteuid()}-{settings.port}"
+    return _default_base() / f"{_PREFIX}{os.geteuid()}-{settings.port}"
 
 
 def prepare_shared_directory(settings: Settings) -> Path:
@@ -38,28 +47,54 @@ def prepare_shared_directory(settings: Settings) -> Path:
     return path
 
 
-def clear_shared_directory(settings: Settings) -> None:
-    """Delete what a run left, and the directory itself where it is the default one.
+class Tenancy:
+    """The supervisor's hold on the shared directory, from before its children start to their end."""
 
-    For the supervisor, after every child has ended. Another server's directory is left alone: it
-    holds places in it.
-    """
-    path = shared_directory(settings)
-    if not path.is_dir():
-        return
-    leases = Leases(path)
-    try:
-        if not leases.take_all():
-            return
-        for pattern in _OURS:
-            for entry in path.glob(pattern):
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry, ignore_errors=True)
-                else:
-                    entry.unlink(missing_ok=True)
-        leases.remove()
-    finally:
-        leases.abandon()
-    if not settings.shared_dir:
-        with contextlib.suppress(OSError):  # something foreign in it: leave it, and its directory
-            path.rmdir()
+    def __init__(self, settings: Settings) -> None:
+        """Raises ConfigError when the directory cannot be used or another server lives in it."""
+        self.path = prepare_shared_directory(settings)
+        self._is_default = not settings.shared_dir
+        self._leases = Leases(self.path)
+        if not self._leases.take(SUPERVISOR_BYTE) or self._leases.is_held_by_other(WORKER_BYTE):
+            self._leases.abandon()
+            raise ConfigError(
+                f"another server uses {self.path}; stop it or choose another --shared-dir",
+                setting="shared_dir",
+            )
+
+    def end(self) -> None:
+        """Delete what the run left, and the directory itself where it is the default one.
+
+        Where a role that somebody else started still lives, all stays as it is.
+        """
+        if self._leases.take_all():
+            _empty(self.path, self._leases)
+            if self._is_default:
+                _remove_if_empty(self.path)
+        self._leases.abandon()
+
+
+def sweep_orphans() -> None:
+    """Remove the default directories of servers of this user that were killed with all their children."""
+    for path in _default_base().glob(f"{_PREFIX}{os.geteuid()}-*"):
+        with contextlib.suppress(OSError):
+            leases = Leases(path)
+            if leases.take_all():
+                _empty(path, leases)
+                _remove_if_empty(path)
+            leases.abandon()
+
+
+def _empty(path: Path, leases: Leases) -> None:
+    for pattern in _OURS:
+        for entry in path.glob(pattern):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+    leases.remove()
+
+
+def _remove_if_empty(path: Path) -> None:
+    with contextlib.suppress(OSError):  # something foreign in it: leave it, and its directory
+        path.rmdir()

@@ -33,8 +33,7 @@ from ds4.config import Settings, child_environment
 from ds4.errors import ConfigError
 from ds4.logs import setup_logging
 from ds4.models import resolve_model
-from ds4.ring.liveness import WORKER_BYTE, Leases
-from ds4.shared_dir import clear_shared_directory, prepare_shared_directory
+from ds4.shared_dir import Tenancy, sweep_orphans
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -333,19 +332,6 @@ def check_model(path: Path) -> None:
         raise ConfigError(message, setting="model")
 
 
-def check_not_in_use(directory: Path) -> None:
-    """Raises ConfigError when another server's worker lives in the directory."""
-    leases = Leases(directory)
-    try:
-        if leases.is_held_by_other(WORKER_BYTE):
-            raise ConfigError(
-                f"another worker serves {directory}; stop it or choose another --shared-dir",
-                setting="shared_dir",
-            )
-    finally:
-        leases.abandon()
-
-
 def _reachable(host: str) -> str:
     """An address that this machine reaches the server under."""
     return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -383,8 +369,8 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> int:
     # The children get what was decided here, not what would have to be decided again.
     settings = msgspec.structs.replace(settings, port=port, model=str(model))
     try:
-        directory = prepare_shared_directory(settings)
-        check_not_in_use(directory)
+        sweep_orphans()
+        tenancy = Tenancy(settings)
         children = [
             ChildSpec(name="worker", command=module_command("workers.main"), is_worker=True),
             *(
@@ -401,7 +387,9 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> int:
         try:
             return Supervisor(
                 children,
-                environment=child_environment(msgspec.structs.replace(settings, shared_dir=str(directory))),
+                environment=child_environment(
+                    msgspec.structs.replace(settings, shared_dir=str(tenancy.path))
+                ),
                 drain_timeout_s=settings.drain_timeout_s,
                 is_ready=lambda: _answers_ready(host, port, num_front_ends),
                 on_ready=lambda: announce(
@@ -411,7 +399,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> int:
                 listeners=sockets,
             ).run()
         finally:
-            clear_shared_directory(settings)
+            tenancy.end()
     finally:
         for listener in sockets:
             listener.close()

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.support.embedded_model import embedded_model
+from tests.support.nginx import free_port
 from tests.support.server import (
     DEADLINE_S,
     Running,
@@ -208,9 +209,10 @@ def test_the_embedded_model_answers() -> None:
 def test_roles_alone_find_each_other(tiny_model: Path, tmp_path: Path) -> None:
     environment = {"DS4_SERVER_SHARED_DIR": str(tmp_path), "DS4_SERVER_MODEL": str(tiny_model)}
     with contextlib.ExitStack() as stack:
-        front = Running(["ds4", "front", "--port", "18431"], environment)
+        port = free_port()
+        front = Running(["ds4", "front", "--port", str(port)], environment)
         stack.callback(front.kill)
-        url = "http://127.0.0.1:18431"
+        url = f"http://127.0.0.1:{port}"
 
         def status(path: str) -> int:
             with contextlib.suppress(httpx.TransportError):

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
+
+from ds4.config import Settings
+from ds4.shared_dir import shared_directory
 
 ROOT: Final = Path(__file__).parents[2]
 DEADLINE_S: Final = 120.0
@@ -127,6 +131,12 @@ class Server(Running):
             wait_until(ready, "the ready line")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log}") from None
+
+    def kill(self) -> None:
+        """End it, and remove the default shared directory that a killed server cannot remove."""
+        super().kill()
+        if self.url:
+            shutil.rmtree(shared_directory(Settings(port=self.port)), ignore_errors=True)
 
     @property
     def port(self) -> int:
