@@ -34,7 +34,7 @@ from workers.devices.interface import PAGE_TOKENS, Device, DeviceFaultError, Lim
 from workers.devices.registry import open_device
 from workers.engine import Engine, build_engine
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("workers.main")  # also where it runs as __main__
 
 EXIT_OK: Final = 0
 EXIT_DEFECT: Final = 1

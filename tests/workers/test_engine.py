@@ -63,7 +63,7 @@ def test_a_stop_id_ends_the_request_and_is_not_delivered(tmp_path: Path, depth: 
 @DEPTHS
 def test_a_failing_row_ends_alone(tmp_path: Path, depth: int) -> None:
     async def test() -> None:
-        async with EngineRig(tmp_path, pipeline_depth=depth, poisoned=[666]).serving() as rig:
+        async with EngineRig(tmp_path, rows=16, pipeline_depth=depth, poisoned=[666]).serving() as rig:
             sound = rig.submit([1], 30)
             poisoned = rig.submit([2, 666] * 20, 30)
             await rig.finish(sound, poisoned)

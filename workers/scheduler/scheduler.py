@@ -160,8 +160,7 @@ class Scheduler:
             if share == 0:
                 continue
             if sequence.status is Status.WAITING:
-                if not self._seat(sequence):
-                    continue
+                self._seat(sequence)
                 seated.append(sequence)
             start, count = sequence.num_scheduled, min(share, sequence.num_unscheduled)
             yield Span(sequence, start, count, sequence.schedule(count))
@@ -200,11 +199,13 @@ class Scheduler:
         count = self.cache.pages_for(len(sequence.tokens)) - len(found)
         return count + self.cache.num_parked_of(found)
 
-    def _seat(self, sequence: Sequence) -> bool:
-        """Give seat and pages, unless pages it was to share went to somebody seated just before."""
+    def _seat(self, sequence: Sequence) -> None:
+        """Give seat and pages to one that `_seatable` named.
+
+        Others were seated in between: they may have taken parked pages that this one was to share, but
+        those were counted as taken, so there is room to compute them again.
+        """
         found = self.cache.find(sequence)
-        if self._num_pages_needed(sequence, found) > self.cache.num_available:
-            return False
         count = self.cache.pages_for(len(sequence.tokens)) - len(found)
         pages = self.cache.take(found, count)
         self.waiting.remove(sequence, served=True)
@@ -212,7 +213,6 @@ class Scheduler:
         if not sequence.num_preemptions:
             sequence.reused_tokens = sequence.num_cached
         self.running[sequence.seat] = sequence
-        return True
 
     def _release(self, sequence: Sequence) -> None:
         self._free_seats.append(sequence.seat)

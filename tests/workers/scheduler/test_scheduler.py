@@ -131,6 +131,15 @@ def test_the_latest_arrival_is_preempted_and_served_first_afterwards(depth: int)
     assert len(second.tokens) == 28
 
 
+def test_newcomers_are_not_seated_where_the_next_page_would_preempt_them() -> None:
+    simulation = Simulation(pages=10)
+    sequences = [make_sequence([number] * 5 * PAGE, 4) for number in range(2)]
+    simulation.add(*sequences)
+    simulation.run()
+    assert simulation.finished == sequences
+    assert [sequence.num_preemptions for sequence in sequences] == [0, 0]
+
+
 @DEPTHS
 def test_a_sequence_that_outgrows_all_pages_alone_is_reported(depth: int) -> None:
     simulation = Simulation(pages=3, depth=depth)
