@@ -32,7 +32,8 @@ def test_it_starts_without_a_worker_and_attaches_when_one_comes(tmp_path: Path) 
         await front_end.start()
         assert not is_attached(front_end)
         assert front_end.worker_state is None
-        assert not front_end.model_info
+        unknown = front_end.model_info
+        assert unknown is None
         assert front_end.num_free_slots == front_end.num_pending() == front_end.num_running == 0
         assert front_end.slots() == []
         with pytest.raises(RingUnavailableError):
