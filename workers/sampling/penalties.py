@@ -49,7 +49,6 @@ class Penalties:
                 self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
             self._index[token_id] = index
             self._ids[index] = token_id
-            self._counts[index] = 0.0
             self._size = index + 1
         self._counts[index] += 1.0
 

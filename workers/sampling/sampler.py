@@ -114,9 +114,9 @@ class HostSampler:
         if len(drawn):
             values = changed if len(drawn) == len(changed) else changed[drawn]
             token_ids[rows[drawn]] = self._draw(values, best[drawn], seats[drawn], positions[drawn])
-        for row, seat in zip(rows.tolist(), seats.tolist(), strict=True):
-            if (counts := self._penalties[seat]) is not None and ok[row]:
-                counts.count(int(token_ids[row]))
+        for token_id, seat in zip(token_ids[rows].tolist(), seats.tolist(), strict=True):
+            if (counts := self._penalties[seat]) is not None:
+                counts.count(token_id)
 
     def _gather(self, logits: NDArray[np.float32], rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """`logits[rows]`, without a copy if that is all of them; valid until the next call."""

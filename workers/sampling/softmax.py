@@ -39,7 +39,7 @@ class SoftmaxMass:
                 if divide:
                     np.divide(weights, temperature[chunk, None], out=weights)
             np.exp(weights, out=weights)
-            # Widened before the sum: a casting reduction is buffered, and where a buffer ends would
+            # Widened before the sum: a casting reduction is buffered, and where its buffers end could
             # depend on the number of rows.
             np.copyto(wide, weights)
             np.add.reduce(wide, axis=1, out=mass[chunk])

@@ -45,6 +45,11 @@ def test_without_filters_each_candidate_has_its_probability() -> None:
     assert _support() == [400, 300, 200, 100]
 
 
+def test_a_number_on_the_border_of_two_candidates_draws_the_second() -> None:
+    assert _draw(0.5, values=[1.0, 1.0]) == 1
+    assert _draw(0.0) == 0
+
+
 def test_top_k_keeps_the_first_and_renormalises() -> None:
     assert _support(top_k=2) == [571, 429]
 
