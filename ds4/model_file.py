@@ -197,6 +197,8 @@ def _read_metadata(reader: _Reader, num_keys: int) -> tuple[dict[str, Any], str]
     tokenizer_parts: dict[str, bytes] = {}
     for index in range(num_keys):
         key = reader.string(f"key {index}", MAX_KEY_BYTES)
+        if not key:
+            raise _FaultError(f"key {index} has no name")
         if key in metadata:
             raise _FaultError(f"the key {key!r} appears twice")
         start = reader.position

@@ -1,0 +1,106 @@
+"""How far a device's logits lie from the model's: KL against float32, beside llama.cpp's own figure.
+
+Runs by hand, like make_greedy.py, which it borrows from:
+
+    python -m tests.vectors.measure_kl MODEL.gguf TEXT.txt --device reference --positions 2040
+"""
+
+import argparse
+import importlib
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds4.model_file import ModelFile
+from tests.support.device_driver import small_limits
+from tests.vectors.make_greedy import open_peer, widen
+from workers.devices.interface import PAGE_TOKENS, Limits, StepBatch
+from workers.devices.reference.device import ReferenceDevice
+from workers.model.registry import load_program
+
+WINDOW: Final = 255
+
+Logits = NDArray[np.float32]
+
+
+def _peer_logits(peer: Any, windows: list[list[int]]) -> list[Logits]:
+    out = []
+    for window in windows:
+        peer.reset()
+        peer.eval(window)
+        out.append(np.array(peer.scores[: len(window)], np.float32))
+    return out
+
+
+def _every_row(limits: Limits, window: list[int]) -> StepBatch:
+    """One prompt whose every row is sampled; the seats are only names here."""
+    batch, count = StepBatch(limits), len(window)
+    batch.num_rows, batch.num_sequences, batch.num_samples = count, 1, count
+    batch.token_ids[:count] = window
+    batch.positions[:count] = batch.sample_rows[:count] = batch.sample_seats[:count] = np.arange(count)
+    batch.sequence_starts[1] = count
+    batch.page_tables[0] = np.arange(limits.max_pages_per_sequence)
+    return batch
+
+
+def _device_logits(device: Any, limits: Limits, windows: list[list[int]]) -> list[Logits]:
+    out = []
+    for window in windows:
+        device.submit(_every_row(limits, window))
+        device.collect()
+        out.append(np.array(device.logits(), np.float32))
+    return out
+
+
+def _log_softmax(logits: Logits) -> NDArray[np.float64]:
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=1, keepdims=True)
+    result: NDArray[np.float64] = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    return result
+
+
+def _report(name: str, truth: list[Logits], other: list[Logits]) -> None:
+    divergences, same = [], []
+    for true_logits, logits in zip(truth, other, strict=True):
+        p, q = _log_softmax(true_logits), _log_softmax(logits)
+        divergences.append((np.exp(p) * (p - q)).sum(axis=1))
+        same.append(true_logits.argmax(axis=1) == logits.argmax(axis=1))
+    kl, top = np.concatenate(divergences), np.concatenate(same)
+    print(
+        f"{name}: KL {kl.mean():.3g}, largest {kl.max():.3g}, same best token {top.mean():.2%} of {len(kl)}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--device", choices=("reference", "cpu"), default="reference")
+    parser.add_argument("--positions", type=int, default=2040)
+    arguments = parser.parse_args()
+    quantised = open_peer(arguments.model, logits_all=True)
+    ids = quantised.tokenize(arguments.text.read_bytes(), add_bos=False, special=False)
+    ids = ids[: arguments.positions]
+    windows = [ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW)]
+    peer = _peer_logits(quantised, windows)
+    with tempfile.TemporaryDirectory() as folder:
+        truth = _peer_logits(
+            open_peer(widen(arguments.model, Path(folder) / "f32.gguf"), logits_all=True), windows
+        )
+    _report("llama.cpp, file as it is", truth, peer)
+    limits = small_limits(
+        max_rows=WINDOW + 1, max_seats=WINDOW + 1, max_context_tokens=-(-WINDOW // PAGE_TOKENS) * PAGE_TOKENS
+    )
+    program = load_program(ModelFile.open(arguments.model))
+    if arguments.device == "reference":
+        device: Any = ReferenceDevice(program, limits)
+    else:
+        device = importlib.import_module("workers.devices.cpu.device").CpuDevice(program, limits, threads=1)
+    _report(f"our {device.name} device", truth, _device_logits(device, limits, windows))
+
+
+if __name__ == "__main__":
+    main()
