@@ -12,7 +12,8 @@ each pair a word: token id << 32 | float32 bits. A FINAL is always one record, s
 ending can be held back; its error text lies in the slot's text area (see segment.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Final
 
 import numpy as np
@@ -27,6 +28,7 @@ PAIRS_SHIFT: Final = 40
 TOKEN_WORD: Final = layout.EVENT_TOKEN << KIND_SHIFT
 FINAL_WORD: Final = layout.EVENT_FINAL << KIND_SHIFT
 # The same record as eight 32-bit columns (little-endian).
+KIND_COLUMN: Final = 3  # kind and number of pairs
 INDEX_COLUMN: Final = 4
 TOKEN_COLUMN: Final = 5
 LOGPROB_COLUMN: Final = 6
@@ -78,10 +80,18 @@ def decode_final(word_2: int, word_3: int, text: str) -> GenerationEnd:
     return GenerationEnd(reason, word_3 >> 8 & _MAX_ERROR_CODE, text, word_2 >> 32)
 
 
-def decode_records(records: Words) -> list[Decoded]:
+def decode_records(records: Words) -> Iterable[Decoded]:
     """Every event in `records` [n, 4] uint64, in order. Raises CorruptEventError."""
-    request_ids, words_1, words_2, words_3 = records.T.tolist()
+    halves = records.view(np.uint32)
     logprobs = records.view(np.float32)[:, LOGPROB_COLUMN].tolist()
+    if (halves[:, KIND_COLUMN] == layout.EVENT_TOKEN).all():  # the usual case: tokens without chains
+        tokens = map(TokenEvent, halves[:, TOKEN_COLUMN].tolist(), logprobs)
+        return zip(records[:, 0].tolist(), halves[:, INDEX_COLUMN].tolist(), tokens, repeat(None))
+    return _decode_mixed(records, logprobs)
+
+
+def _decode_mixed(records: Words, logprobs: list[float]) -> list[Decoded]:
+    request_ids, words_1, words_2, words_3 = records.T.tolist()
     decoded: list[Decoded] = []
     at, num_records = 0, len(request_ids)
     while at < num_records:

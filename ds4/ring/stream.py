@@ -89,16 +89,17 @@ class RingStream:
 
     def push_token(self, index: int, event: TokenEvent) -> bool:
         """Take a token; False when it is not the next one."""
-        if index != self._num_received & 0xFFFFFFFF:
+        if index != self._num_received:
             return False
-        self._num_received += 1
+        self._num_received = index + 1
         self._events.append(event)
-        self.wake()
+        if self._waiter is not None:
+            self.wake()
         return True
 
     def push_end(self, num_tokens: int, end: GenerationEnd) -> bool:
         """Take the ending; False when tokens are missing before it."""
-        if num_tokens != self._num_received & 0xFFFFFFFF:
+        if num_tokens != self._num_received:
             return False
         self._end = end
         self.wake()

@@ -27,7 +27,7 @@ import zmq
 import zmq.asyncio
 from numpy.typing import NDArray
 
-from ds4.generation import FinishReason, GenerationEnd
+from ds4.generation import FinishReason, GenerationEnd, TokenEvent
 from ds4.ring.front_end import FrontEndRing
 from ds4.ring.layout import RingShape
 from ds4.ring.states import WorkerState
@@ -42,6 +42,7 @@ _START_DEADLINE_S: Final = 60.0
 
 Slots = NDArray[np.int64]
 Request = tuple[int, int, int]  # slot, request id, limit
+Message = tuple[list[int], list[int], list[float], list[int]]  # ids, tokens, log-probabilities, endings
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -66,6 +67,11 @@ class Result(msgspec.Struct, frozen=True):
     wrong: int
 
 
+def logprobs_of(tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+    """A number to carry with each token [n]."""
+    return -(tokens & 0xFF).astype(np.float32)
+
+
 class WorkerTransport(Protocol):
     """What the worker loop needs."""
 
@@ -88,7 +94,7 @@ class Stream(Protocol):
 
     request_id: int
 
-    async def next(self) -> tuple[list[int], bool]: ...
+    async def next(self) -> tuple[list[TokenEvent], bool]: ...
 
 
 class Client(Protocol):
@@ -147,8 +153,8 @@ async def consume(client: Client, case: Case, results: "Queue[Any]") -> None:
             received, ended = 0, False
             while not ended:
                 tokens, ended = await stream.next()
-                for token in tokens:
-                    wrong += token != expected_token(stream.request_id, received)
+                for event in tokens:
+                    wrong += event.token_id != expected_token(stream.request_id, received)
                     received += 1
                 total += len(tokens)
             wrong += received != TOKENS_PER_REQUEST
@@ -197,7 +203,7 @@ class RingWorker:
         ended: list[int],
     ) -> None:
         ends = {row: GenerationEnd(FinishReason.LENGTH) for row in ended}
-        self._ring.publish(slots, tokens, ends=ends or None)
+        self._ring.publish(slots, tokens, logprobs_of(tokens), ends=ends or None)
 
     def wait(self) -> None:
         self._ring.sleep(0.05)
@@ -212,9 +218,9 @@ class RingStreamAdapter:
         self._stream = ring.submit(params, np.zeros(100, np.uint32))
         self.request_id = self._stream.request_id
 
-    async def next(self) -> tuple[list[int], bool]:
+    async def next(self) -> tuple[list[TokenEvent], bool]:
         events, end = await self._stream.read()
-        return [event.token_id for event in events], end is not None
+        return events, end is not None
 
 
 class RingClient:
@@ -240,18 +246,18 @@ class RingClient:
 class PeerStream:
     def __init__(self, request_id: int) -> None:
         self.request_id = request_id
-        self._tokens: list[int] = []
+        self._tokens: list[TokenEvent] = []
         self._ended = False
         self._waiter: asyncio.Future[None] | None = None
 
-    async def next(self) -> tuple[list[int], bool]:
+    async def next(self) -> tuple[list[TokenEvent], bool]:
         while not self._tokens and not self._ended:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         tokens, self._tokens = self._tokens, []
         return tokens, self._ended
 
-    def push(self, token: int, *, ended: bool) -> None:
+    def push(self, token: TokenEvent, *, ended: bool) -> None:
         self._tokens.append(token)
         self._ended = ended
         if self._waiter is not None:
@@ -278,9 +284,9 @@ class PeerClient:
         self._streams[request_id] = slot, stream
         return (slot, request_id, TOKENS_PER_REQUEST), stream
 
-    def dispatch(self, ids: list[int], tokens: list[int], ended: list[int]) -> None:
+    def dispatch(self, ids: list[int], tokens: list[int], logprobs: list[float], ended: list[int]) -> None:
         self.num_wakes += 1
-        for request_id, token, last in zip(ids, tokens, ended, strict=True):
+        for request_id, token, last in zip(ids, map(TokenEvent, tokens, logprobs), ended, strict=True):
             slot, stream = self._streams[request_id]
             if last:
                 del self._streams[request_id]
@@ -309,12 +315,16 @@ class PeerWorker:
         last = np.zeros(len(slots), np.int64)
         last[ended] = 1
         owners = slots // self._streams
+        logprobs = logprobs_of(tokens)
         for front_end in np.unique(owners).tolist():
             mine = owners == front_end
             self._behind[front_end] += 1
-            self.put(front_end, (ids[mine].tolist(), tokens[mine].tolist(), last[mine].tolist()))
+            mine_logprobs = logprobs[mine].tolist()
+            self.put(
+                front_end, (ids[mine].tolist(), tokens[mine].tolist(), mine_logprobs, last[mine].tolist())
+            )
 
-    def put(self, front_end: int, message: tuple[list[int], list[int], list[int]]) -> None:
+    def put(self, front_end: int, message: Message) -> None:
         raise NotImplementedError
 
 
@@ -344,7 +354,7 @@ class ZmqWorker(PeerWorker):
             else:
                 requests.append((message[0], message[1], message[2]))
 
-    def put(self, front_end: int, message: tuple[list[int], list[int], list[int]]) -> None:
+    def put(self, front_end: int, message: Message) -> None:
         self._socket.send_multipart([bytes([front_end + 1]), self._encode(message)])
 
     def wait(self) -> None:
@@ -361,7 +371,7 @@ class ZmqClient(PeerClient):
 
     async def start(self) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(tuple[list[int], list[int], list[int]]).decode
+        self._decode = msgspec.msgpack.Decoder(Message).decode
         self._socket = zmq.asyncio.Context().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, bytes([self.index + 1]))
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -400,7 +410,7 @@ class QueueWorker(PeerWorker):
             else:
                 requests.append((message[0], message[1], message[2]))
 
-    def put(self, front_end: int, message: tuple[list[int], list[int], list[int]]) -> None:
+    def put(self, front_end: int, message: Message) -> None:
         self._events[front_end].put(message)
 
     def wait(self) -> None:

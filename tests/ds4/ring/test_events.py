@@ -32,7 +32,7 @@ def test_chains_of_any_length_come_back_in_order(
         [np.zeros((0, 4), np.uint64)]
         + [token_records(one[0], index, one[1], one[2]) for index, one in enumerate(tokens)]
     )
-    decoded = events.decode_records(records)
+    decoded = list(events.decode_records(records))
     assert len(decoded) == len(tokens)
     for index, (found, (token_id, logprob, pairs)) in enumerate(zip(decoded, tokens, strict=True)):
         request_id, found_index, token, end_words = found
