@@ -163,7 +163,7 @@ class ChatTemplate:
             return "system"  # OpenAI's new name for it, which older templates do not know
         if role in _ROLES or f"'{role}'" in self._all_source or f'"{role}"' in self._all_source:
             return role
-        return GUARD + role.replace(GUARD, "")
+        return GUARD + self._tokenizer.markers.guard(role)
 
     def _content(self, content: Any, param: str) -> Any:
         """Text or text parts, whichever the template takes; an absent content is an empty one."""

@@ -13,6 +13,7 @@ before it is done. So a template ends in an error, never in a dead process.
 import functools
 import json
 import re
+import string
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -34,6 +35,7 @@ MAX_SECONDS: Final = 5.0
 MAX_TICKS: Final = 2_000_000
 MAX_VALUE_CHARS: Final = 1 << 26  # one string, and all that is printed; a request body is smaller
 MAX_ITEMS: Final = 1 << 20
+_ESCAPED_GUARD: Final = "\\ufdd0"
 _MAX_INT_BITS: Final = 4096
 _MAX_WIDTH: Final = 1024  # of padding and indentation
 
@@ -42,8 +44,9 @@ _FILTERS: Final = (
     "abs count d default dictsort first groupby items last length list map max min reject rejectattr "
     "reverse round select selectattr sort unique"
 )
-_TEXT_FILTERS: Final = "capitalize e escape float int lower safe string title trim truncate upper wordcount"
-_WIDE_FORMAT: Final = re.compile(r"%[-+ #0]*\d{4,}|%[-+ #0\d.]*\*|\.\d{4,}|:[^{}]*(?:\d{4,}|\{)")
+_TEXT_FILTERS: Final = "capitalize e escape float int lower safe title trim truncate upper wordcount"
+_WIDE_PERCENT: Final = re.compile(r"%[-+ #0]*(?:\d{4,}|\d*\.\d{4,}|[\d.]*\*)")
+_WIDE_FIELD: Final = re.compile(r"\d{4,}|\{")  # a width that is itself a field could be anything
 # What a template can do wrong by itself; anything else is our fault and must show as such.
 _FAULTS: Final = (
     TemplateError,
@@ -106,26 +109,27 @@ def _is_sized(value: Any) -> bool:
 
 def _measure(value: Any) -> None:
     """Refuses a container that is small in memory but long in print, because its parts are shared."""
-    size = 0
+    num_chars = num_items = 0
     stack = [value]
     while stack:
         item = stack.pop()
+        num_items += 1
         if isinstance(item, str):
-            size += len(item)
+            num_chars += len(item)
         elif isinstance(item, Mapping):
             stack += item.keys()
             stack += item.values()
         elif isinstance(item, list | tuple):
             stack += item
-        size += 1
-        if size > MAX_VALUE_CHARS or len(stack) > MAX_ITEMS:
+        if num_chars > MAX_VALUE_CHARS or num_items > MAX_ITEMS or len(stack) > MAX_ITEMS:
             _refuse("prints a value that is too large")
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        _measure(value)
-    return str(value)
+    if isinstance(value, str):
+        return str(value)
+    _measure(value)
+    return str(value).replace(_ESCAPED_GUARD, GUARD)  # Python's notation escapes it
 
 
 def _concatenate(*values: Any) -> str:
@@ -134,8 +138,13 @@ def _concatenate(*values: Any) -> str:
     return "".join(texts)
 
 
-def _check_format(pattern: str) -> None:
-    if _WIDE_FORMAT.search(pattern):
+def _check_percent_format(pattern: str) -> None:
+    if _WIDE_PERCENT.search(pattern):
+        _refuse("formats with too great a width")
+
+
+def _check_brace_format(pattern: str) -> None:
+    if any(spec and _WIDE_FIELD.search(spec) for _, _, spec, _ in string.Formatter().parse(pattern)):
         _refuse("formats with too great a width")
 
 
@@ -216,7 +225,7 @@ def _tojson(
         sort_keys=sort_keys,
         default=_json_default,
     )
-    return text.replace("\\ufdd0", GUARD) if ensure_ascii else text
+    return text.replace(_ESCAPED_GUARD, GUARD) if ensure_ascii else text
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -224,7 +233,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(pattern: str) -> str:
-    _check_format(pattern)
+    _check_percent_format(pattern)
     return datetime.now(UTC).strftime(pattern)
 
 
@@ -254,7 +263,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                 _check_size(len(left) + len(right), left)
         elif operator == "%":
             if isinstance(left, str):
-                _check_format(left)
+                _check_percent_format(left)
                 _measure(right)
         elif isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
@@ -276,7 +285,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         """`str.format`, sandboxed by Jinja, with a limit on widths."""
         wrapped = super().wrap_str_format(value)
         if wrapped is not None:
-            _check_format(value.__self__)
+            _check_brace_format(value.__self__)
         return wrapped
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -312,7 +321,9 @@ def _environment() -> _Sandbox:
     kept = {name: environment.filters[name] for name in _FILTERS.split()}
     text = {name: _measured(environment.filters[name]) for name in _TEXT_FILTERS.split()}
     environment.filters.clear()
-    environment.filters.update(kept, **text, join=_join, replace=_replace, indent=_indent, tojson=_tojson)
+    environment.filters.update(
+        kept, **text, string=_text, join=_join, replace=_replace, indent=_indent, tojson=_tojson
+    )
     del environment.globals["lipsum"]
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
     return environment
