@@ -18,14 +18,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from ds4.models import resolve_model
-
 from ds4.config import Settings, load_settings
 from ds4.errors import ConfigError, RingError
 from ds4.generation import ModelInfo, encode_model_info
 from ds4.logs import setup_logging
 from ds4.metrics import WORKER, Metrics
 from ds4.model_file import ModelFile
+from ds4.models import resolve_model
 from ds4.ring.layout import RingShape
 from ds4.ring.states import WorkerState
 from ds4.ring.worker_end import WorkerRing
@@ -61,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(settings: Settings) -> int:
     started_s = time.monotonic()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to drain yet: any signal ends the process
     directory = prepare_shared_directory(settings)
     model = ModelFile.open(resolve_model(settings.model, progress=False))
     device, limits = open_device(settings, model)

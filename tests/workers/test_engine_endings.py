@@ -143,6 +143,8 @@ BAD = {
     "min_tokens": GenerationRequest(max_tokens=1, min_tokens=-1),
     "stop id": GenerationRequest(max_tokens=1, stop_token_ids=(VOCAB_SIZE,)),
     "negative stop id": GenerationRequest(max_tokens=1, stop_token_ids=(-1,)),
+    "many stop ids": GenerationRequest(max_tokens=1, stop_token_ids=(1,) * 4097),
+    "many biases": GenerationRequest(max_tokens=1, sampling=SamplingParams(logit_bias=((1, 1.0),) * 65_537)),
     "resumed": GenerationRequest(max_tokens=9, num_resumed_tokens=2),
     "negative resumed": GenerationRequest(max_tokens=9, num_resumed_tokens=-1),
     "bias id": GenerationRequest(max_tokens=1, sampling=SamplingParams(logit_bias=((VOCAB_SIZE, 1.0),))),
@@ -219,6 +221,21 @@ def test_a_sequence_may_fill_the_whole_cache(tmp_path: Path) -> None:
             await rig.finish(client)
             assert reason_of(client) is FinishReason.LENGTH
             assert len(client.tokens) == 24
+
+    run(test())
+
+
+@DEPTHS
+def test_a_sequence_that_outgrows_the_cache_alone_ends_with_an_error(tmp_path: Path, depth: int) -> None:
+    async def test() -> None:
+        async with EngineRig(tmp_path, pipeline_depth=depth, pages=4, context=512).serving() as rig:
+            rig.engine._admission._max_context_tokens = 512  # as if main had not cut the context to the cache
+            client, mate = rig.submit([1] * 40, 1000), rig.submit([2], 5)
+            await rig.finish(client, mate)
+            assert client.end is not None
+            assert client.end.error_code == ErrorCode.TOO_LARGE
+            assert client.tokens == generate([1] * 40, 25, VOCAB_SIZE)
+            assert mate.tokens == generate([2], 5, VOCAB_SIZE)
 
     run(test())
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tests.support.sequences import make_sequence
 from workers.kvcache.prefix import PrefixCache
-from workers.sequence import Sequence
+from workers.sequence import Sequence, Status
 
 PAGE = 4
 
@@ -140,6 +140,18 @@ def test_equal_prompts_computed_side_by_side_leave_no_page_behind() -> None:
     give_back(cache, first)
     cache.check()
     assert cache.num_available == 8
+
+
+def test_a_sequence_computed_a_second_time_is_found_again() -> None:
+    cache = PrefixCache(4, PAGE)
+    sequence = seat(cache, [1] * 9)
+    compute(cache, sequence)
+    sequence.move(Status.WAITING)  # preempted
+    give_back(cache, sequence)
+    cache.release(cache.take([], 4))  # its pages went to somebody else
+    sequence.take_seat(0, cache.take([], 3), 0)
+    compute(cache, sequence)
+    assert cache.find(make_sequence([1] * 9)) == sequence.pages[:2]
 
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=20)

@@ -131,6 +131,23 @@ def test_the_latest_arrival_is_preempted_and_served_first_afterwards(depth: int)
     assert len(second.tokens) == 28
 
 
+def test_a_seat_that_preemption_frees_is_given_away_by_the_next_plan_only() -> None:
+    simulation = Simulation(pages=6, seats=2)
+    first, second, third = make_sequence([1] * 8, 20), make_sequence([2] * 9, 20), make_sequence([3], 1)
+    simulation.add(first, second)
+    simulation.turn()
+    simulation.paused = {second.slot}
+    simulation.add(third)
+    while not (plan := simulation.turn()).preempted:
+        pass
+    assert plan.preempted == (second,)
+    assert plan.batch is not None
+    assert plan.batch.seated == (), "nobody has asked yet whether the third may get a token"
+    plan = simulation.turn()
+    assert plan.batch is not None
+    assert plan.batch.seated == (third,)
+
+
 def test_newcomers_are_not_seated_where_the_next_page_would_preempt_them() -> None:
     simulation = Simulation(pages=10)
     sequences = [make_sequence([number] * 5 * PAGE, 4) for number in range(2)]
