@@ -56,6 +56,8 @@ class FrontEndRing:
         self._ready = asyncio.Event()
         self._refused_inode = 0  # a segment we cannot use; said once
         self._preparing = 0
+        self._heartbeat = 0  # the worker's, as last seen
+        self._heartbeat_s = 0.0  # when it last changed
         self.num_wakes = 0  # bells answered
 
     # -- coming and going
@@ -143,6 +145,13 @@ class FrontEndRing:
         return None if self._channel is None else self._channel.segment.model_info
 
     @property
+    def worker_silent_s(self) -> float:
+        """How long the attached worker has not come round its loop; 0 without one. Only changes of its
+        heartbeat count: its clock need not be ours.
+        """
+        return 0.0 if self._channel is None else time.monotonic() - self._heartbeat_s
+
+    @property
     def num_free_slots(self) -> int:
         """Requests that could be submitted now."""
         return self._channel.num_free if self.attached and self._channel is not None else 0
@@ -216,6 +225,9 @@ class FrontEndRing:
                 self._refused_inode = inode
                 _log.error("the ring cannot be used: %s", error)
         if self._channel is not None:
+            heartbeat = self._channel.segment.words[layout.LIVE_HEARTBEAT]
+            if heartbeat != self._heartbeat or self._channel is not channel:
+                self._heartbeat, self._heartbeat_s = heartbeat, time.monotonic()
             self._advance(self._channel)
             self._channel.beat(time.monotonic_ns())
 

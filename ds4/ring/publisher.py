@@ -25,6 +25,7 @@ Ends = Mapping[int, GenerationEnd]
 
 _NO_TOP: Final[TopPairs] = {}
 _NO_ENDS: Final[Ends] = {}
+_NUM_PLANS: Final = 2
 
 
 class _Plan(msgspec.Struct):
@@ -75,8 +76,7 @@ class Publisher:
         self._shared_tails = segment.worker_blocks[:, layout.WORKER_EVENT_TAIL]
         self._heads = segment.front_ends[:, layout.FRONT_EVENT_HEAD]
         self._sleeps = segment.front_ends[:, layout.FRONT_SLEEP]
-        self._last_asked: _Plan | None = None
-        self._last_published: _Plan | None = None
+        self._plans: list[_Plan] = []  # latest first; what is asked for and what is published may differ
 
     def begin(self, slot: int, request_id: int) -> None:
         """A request arrived in a free slot."""
@@ -98,9 +98,15 @@ class Publisher:
         self.num_sent[slots] = 0
         self._segment.status[slots] = 0
 
-    def _plan(self, slots: NDArray[np.int64], last: _Plan | None) -> _Plan:
-        if last is not None and np.array_equal(last.key, slots):
-            return last
+    def _plan(self, slots: NDArray[np.int64]) -> _Plan:
+        for plan in self._plans:
+            if np.array_equal(plan.key, slots):
+                return plan
+        plan = self._new_plan(slots)
+        self._plans = [plan, *self._plans[: _NUM_PLANS - 1]]
+        return plan
+
+    def _new_plan(self, slots: NDArray[np.int64]) -> _Plan:
         row_front_ends = self._front_end_of_slot[slots]
         order = None
         if len(slots) > 1 and (row_front_ends[1:] < row_front_ends[:-1]).any():
@@ -124,7 +130,7 @@ class Publisher:
         Reads credit and event head; a head that moved makes its cells free (its store is released
         after the copy, this load is followed by a branch before any store into the cells).
         """
-        plan = self._last_asked = self._plan(slots, self._last_asked)
+        plan = self._plan(slots)
         allowed = self._segment.credits[slots] > self.num_sent[slots]
         front_ends = plan.front_ends
         used = self._tails[front_ends] - self._heads[front_ends].view(np.int64)
@@ -177,7 +183,7 @@ class Publisher:
             ends = {moved[row]: end for row, end in (ends or _NO_ENDS).items() if row in moved}
         if not len(slots):
             return
-        plan = self._last_published = self._plan(slots, self._last_published)
+        plan = self._plan(slots)
         records, order = plan.records, plan.order
         records[:, 0] = self.request_ids[plan.slots]
         halves = records.view(np.uint32)
@@ -234,7 +240,7 @@ class Publisher:
         slots = slots[self.request_ids[slots] != 0]
         if not len(slots):
             return
-        plan = self._plan(slots, None)
+        plan = self._new_plan(slots)
         records = np.array(
             [self._final(slot, int(self.num_sent[slot]), ends[slot]) for slot in plan.slots.tolist()],
             np.uint64,

@@ -68,10 +68,9 @@ def _time_steps(worker: WorkerRing, slots: "np.ndarray[tuple[int], np.dtype[np.i
     clock = time.perf_counter_ns
     times: list[tuple[float, ...]] = []
     changed: list[float] = []
-    fewer = slots[:-1]
     for number in range(2 * _ROUNDS):
         heads[:] = tails  # the front ends have read everything
-        rows = fewer if number >= _ROUNDS and number % 2 else slots
+        rows = slots if number < _ROUNDS else np.delete(slots, number % len(slots))
         at = [clock()]
         worker.poll()
         at.append(clock())
