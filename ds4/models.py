@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES: Final = 1 << 20
 _LOCK_WAIT_S: Final = 3600.0
-_HUB_NAME: Final = re.compile(r"(hf|https?)://.*|[\w.-]+/[\w.-]+(:[\w.-]+)?")
+_HUB_NAME: Final = re.compile(r"(hf|https?)://.*|\w[\w.-]*/[\w.-]+(:[\w.-]+)?")
 
 
 class KnownModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,9 +103,9 @@ def fetch_model(model: KnownModel, directory: Path, *, progress: bool) -> Path:
     Raises ConfigError naming the cure.
     """
     target = directory / model.file_name
-    if found := _whole(target, model):
-        return found
     try:
+        if found := _whole(target, model):
+            return found
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory / (model.file_name + ".lock"), progress):
             return _whole(target, model) or _fetch(model, target, Progress(enabled=progress))
@@ -127,7 +127,7 @@ def _whole(path: Path, model: KnownModel) -> Path | None:
     """`path` if it is there in full length; its content was checked before it got that name."""
     try:
         return path if path.stat().st_size == model.num_bytes else None
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
