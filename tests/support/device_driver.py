@@ -51,6 +51,13 @@ class DeviceDriver:
         )
         self.device.seat(seat, params)
 
+    def share_prefix(self, source: int, target: int, num_tokens: int) -> None:
+        """`target` continues after the first `num_tokens` (whole pages) of `source`, reading its pages."""
+        assert num_tokens % PAGE_TOKENS == 0
+        num_pages = num_tokens // PAGE_TOKENS
+        self._tables[target, :num_pages] = self._tables[source, :num_pages]
+        self.lengths[target] = num_tokens
+
     def step(self, rows: Mapping[int, Sequence[int]]) -> StepResult:
         """One step: new token ids for each seat, in the order of the mapping; each seat's last row is sampled."""
         batch, start = self._batch, 0
