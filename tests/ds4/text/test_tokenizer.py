@@ -1,5 +1,6 @@
 """The tokenizer against llama.cpp's ids (tests/vectors/tokenizer.json), and the rules for special tokens."""
 
+import logging
 from pathlib import Path
 from typing import Any, Final
 
@@ -109,6 +110,12 @@ def test_an_unknown_pre_tokenizer_is_refused_by_name_with_the_known_ones(tmp_pat
     path = write_vocabulary(tmp_path / "v.gguf", byte_tokens(), pre="made-up", merges=[])
     with pytest.raises(ModelFileError, match=r"'made-up'.*known are: .*llama-bpe.*smollm"):
         load(path)
+
+
+def test_a_missing_pre_tokenizer_is_said_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        load(write_vocabulary(tmp_path / "v.gguf", byte_tokens(), merges=[]))
+    assert "no pre-tokenizer" in caplog.text
 
 
 def test_an_unsupported_tokenizer_model_is_refused_by_name(tmp_path: Path) -> None:
