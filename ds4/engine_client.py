@@ -132,8 +132,10 @@ class EngineClient:
             return "the worker is loading or draining"
         return None
 
-    def generate(self, request: GenerationRequest, prompt: Sequence[int]) -> "Generation":
-        """Hand a request to the worker.
+    def generate(
+        self, request: GenerationRequest, prompt: Sequence[int], request_id: str = ""
+    ) -> "Generation":
+        """Hand a request to the worker. `request_id` is for the log.
 
         Raises RingUnavailableError while nothing can be served, RingFullError without a free slot.
         """
@@ -144,7 +146,7 @@ class EngineClient:
         if self.num_resuming and self.ring.num_free_slots <= self.num_resuming:
             raise RingFullError("every slot is taken by a running request")  # they come first
         ids = np.asarray(prompt, dtype=np.uint32)
-        generation = Generation(self, request, ids, self.submit(request, ids))
+        generation = Generation(self, request, ids, self.submit(request, ids), request_id)
         self._running.add(generation)
         self._idle.clear()
         return generation
@@ -208,9 +210,15 @@ class Generation:
     """
 
     def __init__(
-        self, client: EngineClient, request: GenerationRequest, prompt: NDArray[np.uint32], stream: RingStream
+        self,
+        client: EngineClient,
+        request: GenerationRequest,
+        prompt: NDArray[np.uint32],
+        stream: RingStream,
+        request_id: str = "",
     ) -> None:
         self.request = request
+        self._log_fields = {"request_id": request_id}
         self.num_prompt_tokens = len(prompt)
         self._client = client
         self._prompt = prompt
@@ -275,7 +283,9 @@ class Generation:
             message = f"the worker was lost ({why}) and the request was resumed too often"
             raise WorkerError(message, code=ErrorCode.DEVICE)
         count = len(self._tokens)
-        _log.info("a request lost its worker %d tokens in and is resumed: %s", count, why)
+        _log.info(
+            "a request lost its worker %d tokens in and is resumed: %s", count, why, extra=self._log_fields
+        )
         request = msgspec.structs.replace(self.request, num_resumed_tokens=count)
         prompt = np.concatenate((self._prompt, np.array(self._tokens, np.uint32)))
         self._resuming = asyncio.ensure_future(self._client.resubmit(request, prompt))

@@ -74,7 +74,7 @@ async def stream_answer(
             raise
         except Exception as error:  # noqa: BLE001 - the request boundary: headers are out
             exchange.state.engine.metrics.add("ds4_request_errors_total")
-            await stream.finish(event(failure(error).body) + DONE)
+            await stream.finish(event(failure(error, exchange.request_id).body) + DONE)
             return
     await stream.finish((usage_frame() if usage_frame is not None else b"") + DONE)
 

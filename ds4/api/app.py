@@ -107,4 +107,4 @@ def _middleware(settings: Settings, state: FrontState) -> list[Middleware]:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return failure(error).response()
+    return failure(error, request.scope.get("ds4.request_id", "")).response()

@@ -248,7 +248,9 @@ def open_choices(
     choices = Choices(exchange, opened, sum(map(len, prompts)))
     try:
         for prompt_index, prompt, request in requests:
-            generation = engine.generate(request, prompt) if request.max_tokens > 0 else None
+            generation = None
+            if request.max_tokens > 0:
+                generation = engine.generate(request, prompt, exchange.request_id)
             opened.append(Choice(len(opened), prompt_index, generation, plan, state.model.tokenizer))
         engine.metrics.add("ds4_prompt_tokens_total", choices.num_prompt_tokens)
         for prompt in prompts:

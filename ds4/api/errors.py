@@ -107,7 +107,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def failure(error: BaseException) -> Failure:
+def failure(error: BaseException, request_id: str = "") -> Failure:
     """The table applied. What it does not know is logged with its trace and hidden from the client."""
     headers: dict[str, str] = {}
     message = str(error)
@@ -117,11 +117,13 @@ def failure(error: BaseException) -> Failure:
         message = str(error.detail)
     elif isinstance(error, WorkerError):
         rule = _WORKER.get(error.code, _INTERNAL)
-        _log.warning("a request failed: %s", error, extra={"code": error.code.name.lower()})
+        _log.warning(
+            "a request failed (%s): %s", error.code.name.lower(), error, extra={"request_id": request_id}
+        )
     else:
         found = next((rule for kind, rule in _TABLE if isinstance(error, kind)), None)
         if found is None:
-            _log.error("unexpected error in a request", exc_info=error)
+            _log.error("unexpected error in a request", exc_info=error, extra={"request_id": request_id})
             message = "internal error"
         rule = found or _INTERNAL
     if isinstance(error, BusyError):

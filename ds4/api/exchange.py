@@ -26,6 +26,7 @@ class Exchange:
         self.scope = scope
         self.send = send
         self.arrived_s = time.monotonic()
+        self.request_id: str = scope.get("ds4.request_id", "")
         self.gone = False
         self._receive = receive
         self._on_gone: list[Callable[[], None]] = []
@@ -112,7 +113,7 @@ class Endpoint:
         except ClientGoneError:
             return
         except Exception as error:  # noqa: BLE001 - the request boundary
-            told = failure(error)
+            told = failure(error, exchange.request_id)
             if told.reason:
                 self._state.engine.metrics.add("ds4_requests_rejected_total", label=told.reason)
             await told.response()(scope, receive, send)

@@ -4,6 +4,8 @@ Owns: these routes. Runs in: front ends. Source: llama-server for `/health`; the
 ready is Kubernetes'. Live says that this process answers; ready that a new request would be served.
 """
 
+from typing import Final
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -11,6 +13,9 @@ from ds4.api.documents import document
 from ds4.api.errors import DrainingError, failure
 from ds4.api.state import FrontState
 from ds4.errors import RingUnavailableError
+
+# Longer than any step: a balancer should look elsewhere, but what is queued here may still be served.
+WEDGED_S: Final = 60.0
 
 
 class Health:
@@ -26,9 +31,11 @@ class Health:
     async def ready(self, request: Request) -> Response:
         """A new request would be served; 503 with the reason otherwise."""
         engine = self._state.engine
-        reason = engine.refusal
         if engine.draining:
             return failure(DrainingError("the server is shutting down")).response()
+        reason = engine.refusal
+        if reason is None and engine.ring.worker_silent_s > WEDGED_S:
+            reason = f"the worker has not answered for {engine.ring.worker_silent_s:.0f} s"
         if reason is not None:
             return failure(RingUnavailableError(reason)).response()
         return document({"status": "ok"})

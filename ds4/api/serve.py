@@ -13,6 +13,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import socket
 from pathlib import Path
 from types import FrameType
@@ -83,6 +84,7 @@ def run_front(settings: Settings, socket_fd: int | None = None) -> int:
     Raises ConfigError, ModelFileError, RingError before anything is served.
     """
     setup_logging(settings, "front")
+    _raise_file_limit()
     state = FrontState.build(settings, Path(resolve_model(settings.model, progress=False)))
     app = create_app(settings, state=state)
     listener = _listener(settings, socket_fd)
@@ -113,6 +115,13 @@ def run_front(settings: Settings, socket_fd: int | None = None) -> int:
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(run())
     return 0
+
+
+def _raise_file_limit() -> None:
+    """A connection is a file: the usual soft limit of 1024 is no limit that anybody chose."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _listener(settings: Settings, socket_fd: int | None) -> socket.socket:

@@ -53,8 +53,8 @@ class FrontState:
         self.model = model
         self.engine = engine
         self.keep_alive = KeepAlive()
-        # One thread: two would only take turns on the interpreter lock that the loop needs too.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ds4-text")
+        # Two: a huge prompt shall not hold up a large one. More would only wait for the interpreter lock.
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="ds4-text")
 
     @classmethod
     def build(cls, settings: Settings, path: Path) -> "FrontState":
@@ -72,7 +72,7 @@ class FrontState:
         """Give everything back."""
         self.keep_alive.close()
         await self.engine.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def max_context_tokens(self) -> int:
@@ -84,4 +84,4 @@ class FrontState:
         """`work()`, off the loop where its input is large enough to stall the other streams."""
         if size_bytes < OFF_LOOP_BYTES:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -314,9 +314,8 @@ def _whole(param: str, value: int | None, default: int, low: int, high: int) -> 
     if value is None:
         return default
     if not low <= value <= high:
-        raise RequestError(
-            f"{param} must be between {low} and {high}, got {value}", param=param, code="invalid_value"
-        )
+        wanted = f"at least {low}" if value < low else f"at most {high}"
+        raise RequestError(f"{param} must be {wanted}, got {value}", param=param, code="invalid_value")
     return value
 
 

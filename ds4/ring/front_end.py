@@ -257,6 +257,7 @@ class FrontEndRing:
         except FileNotFoundError:
             return  # replaced or removed under our hands: look again later
         self._channel = channel
+        self._heartbeat_s = time.monotonic()
         channel.begin()
 
     def _advance(self, channel: Channel) -> None:

@@ -69,6 +69,8 @@ class ScriptedWorker:
         self._open: dict[int, Running] = {}
         self._most_tokens = most_tokens
         self._stop = threading.Event()
+        self._moving = threading.Event()
+        self._moving.set()
         self._ready = threading.Event()
         self._info = ModelInfo(
             architecture="llama",
@@ -94,6 +96,7 @@ class ScriptedWorker:
     def stop(self) -> None:
         """Leave; whatever runs is lost, as with a worker that died. Idempotent."""
         self._stop.set()
+        self._moving.set()
         self._thread.join(30)
         assert not self._thread.is_alive()
 
@@ -104,6 +107,14 @@ class ScriptedWorker:
     def release(self) -> None:
         """Let tokens flow again."""
         self._most_tokens = _NO_LIMIT
+
+    def freeze(self) -> None:
+        """Stop answering, alive, until `thaw`."""
+        self._moving.clear()
+
+    def thaw(self) -> None:
+        """Go on."""
+        self._moving.set()
 
     @property
     def num_open(self) -> int:
@@ -116,6 +127,7 @@ class ScriptedWorker:
         self._ready.set()
         try:
             while not self._stop.is_set():
+                self._moving.wait()
                 self._turn(ring)
         finally:
             ring.close()

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+
+from ds4.api import health
 from ds4.ring.states import WorkerState
 from tests.support.front_rig import Front, until, with_front
 
@@ -33,6 +36,27 @@ def test_a_draining_worker_is_not_ready(tmp_path: Path) -> None:
         assert "draining" in response.json()["error"]["message"]
 
     with_front(tmp_path, scenario, None)
+
+
+def test_a_worker_that_hangs_is_not_ready_until_it_moves_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "WEDGED_S", 0.3)
+
+    async def scenario(front: Front) -> None:
+        worker = front.worker
+        assert worker is not None
+        ring = front.state.engine.ring
+        worker.freeze()
+        await until(lambda: ring.worker_silent_s > 0.3)
+        response = await front.client.get("/health/ready")
+        assert response.status_code == 503
+        assert "has not answered" in response.json()["error"]["message"]
+        worker.thaw()
+        while (await front.client.get("/health/ready")).status_code != 200:
+            pass
+
+    with_front(tmp_path, scenario)
 
 
 def test_a_draining_front_end_is_not_ready(tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""ds4/protocol/openai_chat.py: messages as templates expect them, and what a client may ask for."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from ds4.errors import RequestError
+from ds4.protocol.common import Plan, SamplingDefaults, Vocabulary
+from ds4.protocol.openai_chat import decode_chat, plan_chat, template_kwargs, template_messages
+
+_VOCABULARY = Vocabulary(size=100, end_ids=frozenset({2}))
+
+
+def _messages(*messages: Any) -> list[dict[str, Any]]:
+    return template_messages(decode_chat(msgspec.json.encode({"messages": messages})).messages)
+
+
+def _plan(**fields: Any) -> Plan:
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    return plan_chat(decode_chat(msgspec.json.encode(body)), SamplingDefaults(), _VOCABULARY)
+
+
+def test_text_comes_as_a_string_or_as_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert _messages({"role": "user", "content": parts}) == [{"role": "user", "content": "a\nb"}]
+
+
+@pytest.mark.parametrize("message", [{}, {"content": None}, {"content": ""}, {"content": []}])
+def test_empty_and_null_content_in_the_history_is_accepted(message: dict[str, Any]) -> None:
+    assert _messages({"role": "assistant", **message}) == [{"role": "assistant", "content": ""}]
+
+
+def test_developer_is_system() -> None:
+    assert _messages({"role": "developer", "content": "x"})[0]["role"] == "system"
+
+
+def test_tool_history_reaches_the_template() -> None:
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    call, result = _messages(
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "4", "tool_call_id": "c", "name": "f"},
+    )
+    assert call == {"role": "assistant", "content": "", "tool_calls": calls}
+    assert result == {"role": "tool", "content": "4", "tool_call_id": "c", "name": "f"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ([{"role": "king", "content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": "x"}, {"role": "user", "content": 5}], "messages[1].content"),
+        ([{"content": "x"}], "messages[0]"),
+        (None, "messages"),
+    ],
+)
+def test_a_wrong_message_is_named(messages: Any, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        template_messages(decode_chat(msgspec.json.encode({"messages": messages})).messages)
+    assert caught.value.param == param
+
+
+def test_messages_are_required() -> None:
+    with pytest.raises(RequestError, match="messages"):
+        decode_chat(b"{}")
+
+
+def test_logprobs_are_a_switch_and_a_count() -> None:
+    assert _plan().sampling.num_logprobs == -1
+    assert _plan(logprobs=False).sampling.num_logprobs == -1
+    assert _plan(logprobs=True).sampling.num_logprobs == 0
+    assert _plan(logprobs=True, top_logprobs=20).sampling.num_logprobs == 20
+    for wrong in ({"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}):
+        with pytest.raises(RequestError) as caught:
+            _plan(**wrong)
+        assert caught.value.param == "top_logprobs"
+
+
+def test_the_newer_name_of_the_limit_wins() -> None:
+    assert _plan(max_tokens=5, max_completion_tokens=7).max_tokens == 7
+    assert _plan(max_tokens=5, max_completion_tokens=None).max_tokens == 5
+
+
+def test_template_options_are_handed_on() -> None:
+    body = {"messages": [], "chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}
+    kwargs = template_kwargs(decode_chat(msgspec.json.encode(body)))
+    assert kwargs == {"enable_thinking": False, "reasoning_effort": "low"}
