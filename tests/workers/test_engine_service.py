@@ -107,6 +107,20 @@ def test_requests_that_are_being_prepared_start_together(tmp_path: Path) -> None
     run(test())
 
 
+def test_every_start_from_idle_has_its_own_window(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with rig_with(tmp_path, decode_coalesce_us=100_000).serving() as rig:
+            rig.front_ends[0].set_preparing(1)  # and never arrives
+            await rig.finish(rig.submit([1], 3))
+            steps = rig.device.num_steps
+            second = rig.submit([2], 3)
+            await rig.turn(2)
+            assert rig.device.num_steps == steps
+            await rig.finish(second)
+
+    run(test())
+
+
 def test_a_running_engine_does_not_wait_for_those_on_the_way(tmp_path: Path) -> None:
     async def test() -> None:
         async with rig_with(tmp_path, decode_coalesce_us=100_000).serving() as rig:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.support.sequences import make_sequence
 from tests.workers.scheduler.simulation import PAGE, Simulation
-from workers.sequence import Status
+from workers.sequence import Sequence, Status
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
@@ -184,6 +184,29 @@ def test_a_large_prompt_is_not_overtaken_for_ever() -> None:
         simulation.turn()
         if large in simulation.finished:
             break
+    assert large in simulation.finished
+
+
+def test_a_blocked_queue_is_not_looked_at_again_until_pages_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = Simulation(pages=16, seats=4)
+    running, large = make_sequence([1] * 8, 16), make_sequence([2] * 60, 1)
+    simulation.add(running)
+    simulation.turn()
+    simulation.add(large)
+    asked: list[Sequence] = []
+    find = simulation.scheduler.cache.find
+
+    def asking(sequence: Sequence) -> list[int]:
+        asked.append(sequence)
+        return find(sequence)
+
+    monkeypatch.setattr(simulation.scheduler.cache, "find", asking)
+    while running not in simulation.finished:
+        simulation.turn()
+    assert asked == [large]
+    simulation.run()
     assert large in simulation.finished
 
 
