@@ -148,6 +148,7 @@ def run_worker(directory: Path, log: Path, plan: Plan) -> None:
 
     signal.signal(signal.SIGTERM, stop)
     ring.set_state(WorkerState.READY)
+    _save(log / f"started-{os.getpid()}.json", {})
     while not stopping:
         if engine.step():
             time.sleep(STEP_S)
@@ -265,6 +266,7 @@ async def run_front_end(directory: Path, log: Path, plan: Plan, seed: int) -> No
     await ring.start()
     client = Client(ring, random.Random(seed))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, client.stopping.set)
+    _save(log / f"started-{os.getpid()}.json", {})
     path = log / f"front-{os.getpid()}.json"
 
     def save(*, survived: bool) -> None:
@@ -353,7 +355,9 @@ def _strike(plan: Plan, directory: Path, log: Path) -> Outcome:
                 stopped.append((now + pause_s, front_ends[victim]))
         for _, process in stopped:
             process.send_signal(signal.SIGCONT)
-        time.sleep(2.0)
+        for process in (worker, *front_ends):  # the youngest may not have its signal handler yet
+            _until_started(log, process)
+        time.sleep(1.0)
         for process in front_ends:
             process.send_signal(signal.SIGTERM)
         for number, process in enumerate(front_ends):
@@ -369,6 +373,12 @@ def _strike(plan: Plan, directory: Path, log: Path) -> Outcome:
                 process.kill()
                 process.wait()
     return _judge(plan, directory, log, dict(blows), faults)
+
+
+def _until_started(log: Path, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 4 * STUCK_AFTER_S
+    while not (log / f"started-{process.pid}.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _end_of(process: subprocess.Popen[bytes]) -> int | None:
