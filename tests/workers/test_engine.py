@@ -88,6 +88,8 @@ def test_preemption_does_not_change_the_tokens(tmp_path: Path, depth: int) -> No
             await rig.finish(*clients)
             for seed, client in enumerate(clients):
                 assert client.tokens == expected([seed] * 20, 60)
+                assert client.end is not None
+                assert client.end.num_cached_tokens == 0, "what it computed itself before is no hit"
             assert rig.metrics.value("ds4_num_preemptions_total") > 0
 
     run(test())

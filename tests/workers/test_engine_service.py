@@ -54,6 +54,18 @@ def test_every_decode_batch_has_its_line(tmp_path: Path, depth: int, standard_er
     ]
 
 
+def test_the_batch_line_counts_decode_rows_only(tmp_path: Path, standard_error: io.StringIO) -> None:
+    async def test() -> None:
+        async with rig_with(tmp_path, batch_log=True).serving() as rig:
+            first = rig.submit([1], 3)
+            await rig.turn()
+            await rig.finish(first, rig.submit([2] * 40, 1))
+
+    run(test())
+    lines = standard_error.getvalue().splitlines()
+    assert lines == ["ds4-server: decode batch count=1 elapsed=12.3 ms status=ok"] * 2
+
+
 def test_there_is_no_batch_line_unless_asked(tmp_path: Path, standard_error: io.StringIO) -> None:
     async def test() -> None:
         async with rig_with(tmp_path).serving() as rig:
