@@ -18,9 +18,10 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from ds4.errors import RequestError
 from ds4.model_file import ModelFile
 from ds4.text.markers import MarkerTable
-from ds4.text.vocabulary import SPACE_MARK, TokenType, Vocabulary, byte_table, read_vocabulary
+from ds4.text.vocabulary import SPACE_MARK, TokenType, Vocabulary, byte_table, covers_utf8, read_vocabulary
 
 _WHITE_SPACE: Final = " \t\n\v\f\r"  # what C's isspace strips after Phi-3's markers
+_ALONE_CHARS: Final = 4096  # below, the hop to the package's threads costs more than the stall
 # These keep white space that follows them, in the vocabularies that strip it.
 _KEEPS_SPACE: Final = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
@@ -43,6 +44,9 @@ class Tokenizer:
             if vocabulary.strips_after_control
             else frozenset()
         )
+        # 0: no bound, because some text would cost nothing
+        covered = covers_utf8(self._bytes) and not self._stripping
+        self._max_bytes = max(map(len, self._bytes)) if covered else 0
         try:
             self._merger = _build(model, vocabulary)
         except (ValueError, TypeError, OverflowError) as error:
@@ -62,7 +66,12 @@ class Tokenizer:
         if not text:
             return []
         try:
-            ids: list[int] = self._merger.encode(text, add_special_tokens=False).ids
+            if len(text) < _ALONE_CHARS:
+                ids: list[int] = self._merger.encode(text, add_special_tokens=False).ids
+            else:
+                # Only the batch calls let go of the interpreter lock: a megabyte takes seconds, in which
+                # every stream of this process would stand still.
+                ids = self._merger.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (UnicodeEncodeError, TypeError):
             raise RequestError("the text contains lone surrogates, which are no Unicode text") from None
         return ids
@@ -99,6 +108,13 @@ class Tokenizer:
             if self._vocabulary.add_eos and self.eos_id is not None:
                 ids.append(self.eos_id)
         return ids
+
+    def min_tokens(self, text: str) -> int:
+        """A lower bound for the number of ids of `text`, in no time: enough to refuse absurd lengths.
+
+        Tokenizing is linear, but a body of the largest size would keep a front end busy for a minute.
+        """
+        return -(-len(text) // self._max_bytes) if self._max_bytes else 0
 
     def encode_rendered(self, guarded: str) -> list[int]:
         """Ids of what `ChatTemplate.render` returned: its markers count, guarded user text does not."""
