@@ -232,7 +232,7 @@ class Engine:
             ):
                 sequence.paused_s = 0.0
                 self._scheduler.set_aside(sequence)
-                log.info("set aside: its reader is slow", extra={"request_id": sequence.request_id})
+                log.debug("set aside: its reader is slow", extra={"request_id": sequence.request_id})
 
     def _note(self, plan: Plan) -> None:
         """Tell ring, metrics and log what the plan did besides its batch."""
@@ -244,7 +244,7 @@ class Engine:
         if plan.preempted:
             self._metrics.add("ds4_num_preemptions_total", len(plan.preempted))
             for sequence in plan.preempted:
-                log.info(
+                log.debug(
                     "preempted: KV pages ran out",
                     extra={"request_id": sequence.request_id, "num_tokens": len(sequence.tokens)},
                 )
