@@ -64,6 +64,15 @@ def open_directory(directory: Path) -> None:
         )
 
 
+def unusable_directory(directory: Path, error: OSError) -> ConfigError:
+    """What to raise when a file in the checked directory cannot be made or opened."""
+    return ConfigError(
+        f"the shared directory {directory} cannot be used ({error.strerror}); "
+        "make room in it or choose another with --shared-dir",
+        setting=_SETTING,
+    )
+
+
 def remove_prompts(directory: Path, index: int | None = None) -> None:
     """Delete the prompt files of one front end, or of all."""
     prefix = "" if index is None else f"{index}-"

@@ -19,7 +19,14 @@ from ds4.errors import RingError, RingFullError, RingUnavailableError, RingVersi
 from ds4.ring import layout
 from ds4.ring.bell import Bell
 from ds4.ring.channel import Channel
-from ds4.ring.directory import SEGMENT_NAME, front_end_bell_path, leave, open_directory, remove_prompts
+from ds4.ring.directory import (
+    SEGMENT_NAME,
+    front_end_bell_path,
+    leave,
+    open_directory,
+    remove_prompts,
+    unusable_directory,
+)
 from ds4.ring.events import CorruptEventError
 from ds4.ring.fence import process_fence
 from ds4.ring.liveness import FIRST_FRONT_END_BYTE, WORKER_BYTE, Leases
@@ -70,35 +77,36 @@ class FrontEndRing:
         """
         open_directory(self.directory)
         self._loop = asyncio.get_running_loop()
-        self._leases = Leases(self.directory)
         try:
-            for _ in range(_PLACE_ATTEMPTS):
-                if self._take_place(self._leases):
-                    break
-                # A worker that clears up behind a dead front end holds its place for a moment.
-                await asyncio.sleep(_PLACE_PAUSE_S)
-            else:
-                raise RingFullError("every front-end place is taken; raise --max-front-ends")
+            self._leases = Leases(self.directory)
+            await self._find_place(self._leases)
             self._bell = Bell(front_end_bell_path(self.directory, self.index), create=True)
             self._bell.drain()
             if self._leases.is_held_by_other(WORKER_BYTE):
                 self._attach()
-        except RingVersionError:
+        except (RingVersionError, RingFullError):
             await self.close()
             raise
-        except RingFullError:
-            leave(self.directory, self._leases)
-            self._leases = None
-            raise
+        except OSError as error:
+            await self.close()
+            raise unusable_directory(self.directory, error) from None
         except RingError:
             pass  # the first tick tries again, and says so
         assert self._bell is not None
         self._loop.add_reader(self._bell.fd, self._rung)
         self._tick()
 
+    async def _find_place(self, leases: Leases) -> None:
+        for _ in range(_PLACE_ATTEMPTS):
+            if self._take_place(leases):
+                return
+            # A worker that clears up behind a dead front end holds its place for a moment.
+            await asyncio.sleep(_PLACE_PAUSE_S)
+        raise RingFullError("every front-end place is taken; raise --max-front-ends")
+
     def _take_place(self, leases: Leases) -> bool:
         limit = layout.MAX_FRONT_ENDS
-        with contextlib.suppress(OSError, RingError):
+        with contextlib.suppress(OSError, RingError):  # without a usable segment any place will do
             limit = attach_segment(self.directory, writable=False).shape.num_front_ends
         for index in range(limit):
             if leases.take(FIRST_FRONT_END_BYTE + index):

@@ -30,6 +30,7 @@ from ds4.ring.directory import (
     remove_prompts,
     remove_segment,
     remove_unfinished,
+    unusable_directory,
 )
 from ds4.ring.fence import process_fence
 from ds4.ring.layout import RingShape
@@ -85,7 +86,10 @@ class WorkerRing:
         open_directory(directory)
         self.directory = directory
         self.shape = shape
-        self._leases = Leases(directory)
+        try:
+            self._leases = Leases(directory)
+        except OSError as error:
+            raise unusable_directory(directory, error) from None
         if not self._leases.take(WORKER_BYTE):
             self._leases.abandon()
             raise RingError(f"another worker serves {directory}; stop it or choose another --shared-dir")
@@ -98,9 +102,11 @@ class WorkerRing:
             self._bell = Bell(directory / WORKER_BELL_NAME, create=True)
             self._bell.drain()
             self._segment = create_segment(directory, shape, model_info, process_fence())
-        except BaseException:
+        except BaseException as error:
             remove_segment(directory)
             leave(directory, self._leases)
+            if isinstance(error, OSError):
+                raise unusable_directory(directory, error) from None
             raise
         self._evict_after_s = evict_after_s
         self._words = self._segment.words

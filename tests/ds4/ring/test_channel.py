@@ -111,6 +111,41 @@ def test_damaged_events_detach_this_front_end_and_fail_its_requests(tmp_path: Pa
     asyncio.run(run())
 
 
+def test_a_token_that_comes_while_the_front_end_goes_to_sleep_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker sees it awake and does not ring: only the last look after declaring sleep can find it."""
+
+    async def run() -> None:
+        worker = make_worker(tmp_path / "ring")
+        front_end = await make_front_end(tmp_path / "ring", worker)
+        stream = front_end.submit(b"", prompt())
+        worker.poll()
+        channel = front_end._channel
+        assert channel is not None
+        await until(lambda: channel._mine[layout.FRONT_SLEEP] % 2 == 1)
+        drain, late = channel.drain, [2, 3]
+
+        def drain_and_be_late() -> None:
+            drain()
+            if late:
+                rings = worker.num_rings
+                publish(worker, [stream], [late.pop(0)])
+                assert worker.num_rings == rings
+
+        monkeypatch.setattr(channel, "drain", drain_and_be_late)
+        publish(worker, [stream], [1])
+        got: list[int] = []
+        while len(got) < 3:
+            events_read, _ = await asyncio.wait_for(stream.read(), 20)
+            got += [event.token_id for event in events_read]
+        assert got == [1, 2, 3]
+        await front_end.close()
+        worker.close()
+
+    asyncio.run(run())
+
+
 def test_event_rings_wrap_without_loss(tmp_path: Path) -> None:
     async def run() -> None:
         shape = RingShape(num_front_ends=1, slots_per_front_end=3)

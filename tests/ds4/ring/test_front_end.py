@@ -1,6 +1,7 @@
 """Finding a worker, losing it, finding the next one; places and what is left behind."""
 
 import asyncio
+import errno
 import logging
 import os
 from pathlib import Path
@@ -240,6 +241,23 @@ def test_a_bad_directory_stops_the_start(tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             await front_end.start()
         await front_end.close()
+
+    asyncio.run(run())
+
+
+def test_a_directory_without_room_stops_the_start_and_stays_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def run() -> None:
+        front_end = FrontEndRing(tmp_path / "ring")
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "mkfifo", full)
+            with pytest.raises(ConfigError, match="No space"):
+                await front_end.start()
+        assert os.listdir(tmp_path / "ring") == []
 
     asyncio.run(run())
 

@@ -1,13 +1,14 @@
 """What the worker sees of front ends that come, work, misbehave and die."""
 
 import asyncio
+import errno
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ds4.errors import ErrorCode, RingError
+from ds4.errors import ConfigError, ErrorCode, RingError
 from ds4.generation import FinishReason, GenerationEnd
 from ds4.ring import layout
 from ds4.ring.front_end import FrontEndRing
@@ -39,6 +40,21 @@ def test_a_second_worker_is_refused_and_disturbs_nothing(tmp_path: Path) -> None
     assert sorted(os.listdir(directory)) == before
     worker.close()
     assert os.listdir(directory) == []
+
+
+def test_a_directory_without_room_is_a_clear_error_and_stays_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for call in ("posix_fallocate", "mkfifo"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, full)
+            with pytest.raises(ConfigError, match="shared directory"):
+                make_worker(tmp_path / "ring")
+        assert os.listdir(tmp_path / "ring") == []
+    make_worker(tmp_path / "ring").close()  # and the lease is free again
 
 
 def test_a_submission_arrives_as_it_was_sent(tmp_path: Path) -> None:
