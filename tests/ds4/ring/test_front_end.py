@@ -245,6 +245,25 @@ def test_a_bad_directory_stops_the_start(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_a_worker_that_does_not_come_round_is_seen_to_be_silent(tmp_path: Path) -> None:
+    async def run() -> None:
+        worker = make_worker(tmp_path / "ring")
+        front_end = FrontEndRing(tmp_path / "ring")
+        assert front_end.worker_silent_s == 0.0
+        await front_end.start()
+        worker.poll()
+        await until(lambda: front_end.worker_silent_s > 0.3)  # though it lives and is READY
+        assert front_end.attached
+        worker._next_sweep = 0.0
+        worker.poll()
+        front_end.check()
+        assert front_end.worker_silent_s < 0.3
+        await front_end.close()
+        worker.close()
+
+    asyncio.run(run())
+
+
 def test_a_directory_without_room_stops_the_start_and_stays_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
