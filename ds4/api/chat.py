@@ -32,13 +32,14 @@ from ds4.protocol.openai_chat import (
 )
 
 _EMPTY: Final = Delta()
+_PARAM: Final = "messages"
 
 
 async def chat_completions(exchange: Exchange) -> None:
     """The route."""
     model = exchange.state.model
     request, plan, prompt = await exchange.prepare(lambda body: _prepare(model, body))
-    with open_choices(exchange, [prompt], plan, "messages") as choices:
+    with open_choices(exchange, [prompt], plan, _PARAM) as choices:
         identity = Identity(exchange, "chatcmpl-", request.model)
         if plan.stream:
             await _stream(exchange, choices, plan, identity)
@@ -59,6 +60,7 @@ def chat_prompt(model: ServedModel, request: ChatRequest) -> list[int]:
         add_generation_prompt=request.add_generation_prompt is not False,
         kwargs=template_kwargs(request),
     )
+    model.refuse_absurd(rendered, _PARAM)
     return model.tokenizer.encode_rendered(rendered)
 
 

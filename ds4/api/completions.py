@@ -58,6 +58,7 @@ def prompt_ids(model: ServedModel, prompt: Prompt, *, add_special: bool) -> list
     """The ids of one prompt; an empty one is BOS. Raises RequestError where there is no BOS."""
     tokenizer = model.tokenizer
     if isinstance(prompt, str):
+        model.refuse_absurd(prompt, _PARAM)
         ids = tokenizer.encode(prompt, add_special=add_special, parse_special=True)
     else:
         ids = prompt

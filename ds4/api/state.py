@@ -16,6 +16,7 @@ from ds4 import __version__
 from ds4.api.sse import KeepAlive
 from ds4.config import Settings
 from ds4.engine_client import EngineClient
+from ds4.errors import ContextOverflowError
 from ds4.model_file import ModelFile
 from ds4.protocol.common import SamplingDefaults, Vocabulary, sampling_defaults
 from ds4.shared_dir import prepare_shared_directory
@@ -43,6 +44,12 @@ class ServedModel:
         digest = hashlib.sha256(f"{__version__} {file.tokenizer_hash} {file.name}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:12]}"
         self.created = int(datetime.now(UTC).timestamp())
+
+    def refuse_absurd(self, text: str, param: str) -> None:
+        """Raises ContextOverflowError for text that cannot fit, before a minute goes into its ids."""
+        at_least = self.tokenizer.min_tokens(text)
+        if at_least > self.max_context_tokens:
+            raise ContextOverflowError(at_least, self.max_context_tokens, param=param)
 
 
 class FrontState:

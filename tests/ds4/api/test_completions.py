@@ -144,3 +144,22 @@ def test_a_stream_ends_with_usage_and_done(tmp_path: Path) -> None:
         assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
     with_front(tmp_path, scenario, " world")
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(front: Front) -> None:
+        def fault(*_: object, **__: object) -> list[int]:
+            raise AssertionError("tokenized")
+
+        monkeypatch.setattr(front.state.model.tokenizer, "encode", fault)
+        monkeypatch.setattr(front.state.model.tokenizer, "encode_rendered", fault)
+        text = "hello " * 20_000
+        chat = {"messages": [{"role": "user", "content": text}]}
+        for path, body in ((_PATH, {"prompt": text}), ("/v1/chat/completions", chat)):
+            response = await front.client.post(path, json=body)
+            assert response.status_code == 400
+            assert response.json()["error"]["code"] == "context_length_exceeded"
+
+    with_front(tmp_path, scenario)
