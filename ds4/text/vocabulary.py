@@ -32,7 +32,7 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-# Texts that end a turn or a document wherever they exist as control tokens.
+# Texts that end a turn or a document wherever they exist as control or user-defined tokens.
 END_MARKERS: Final = frozenset(
     {
         "<|eot_id|>",
@@ -182,7 +182,8 @@ def _end_ids(ids: _IdReader, tokens: Sequence[str], types: list[int], eos_id: in
     for token_id, text in enumerate(tokens):
         if text not in wanted:
             continue
-        if types[token_id] == TokenType.CONTROL or (text not in found and text.startswith(_UNMISTAKABLE)):
+        is_special = types[token_id] in (TokenType.CONTROL, TokenType.USER_DEFINED)
+        if is_special or (text not in found and text.startswith(_UNMISTAKABLE)):
             found[text] = token_id
     ends = {found[text] for text in found.keys() & END_MARKERS}
     for name, texts in _FILE_MARKERS:
@@ -203,6 +204,11 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {
         chr(256 + index): byte for index, byte in enumerate(others)
     }
+
+
+def covers_utf8(table: list[bytes]) -> bool:
+    """Whether every byte that UTF-8 can hold is an id of its own: then no text is dropped or folded."""
+    return {bytes([byte]) for byte in range(0xF5) if byte not in (0xC0, 0xC1)}.issubset(table)
 
 
 def byte_table(vocabulary: Vocabulary) -> list[bytes]:

@@ -189,10 +189,11 @@ def test_the_end_set_is_more_than_eos(tmp_path: Path) -> None:
         Token("<mine>", CONTROL),
         Token("<other>", CONTROL),
         Token("<|file_sep|>", CONTROL),
+        Token("<eos>", USER_DEFINED),
     ]
     settings = {"ggml.eos_token_id": 256, "ggml.eot_token_id": 260}
     tokenizer = load(write_vocabulary(tmp_path / "v.gguf", tokens, pre="gpt-2", merges=[], settings=settings))
-    assert tokenizer.end_ids == {256, 257, 258, 260, 262}
+    assert tokenizer.end_ids == {256, 257, 258, 260, 262, 263}
     assert tokenizer.is_control(257)
     assert not tokenizer.is_control(259)
 
@@ -290,3 +291,10 @@ def test_decoding_returns_what_was_encoded(trained: Tokenizer, trained_spm: Toke
         ids = tokenizer.encode(text, add_special=False, parse_special=False)
         assert tokenizer.decode(ids, special=False) == expected
         assert not any(tokenizer.is_control(token_id) for token_id in ids)
+        assert 0 <= tokenizer.min_tokens(text) <= len(ids)
+        assert tokenizer.min_tokens("x" * 100_000) > 1000
+
+
+def test_a_vocabulary_that_drops_bytes_promises_no_length(tmp_path: Path) -> None:
+    tokenizer = load(write_vocabulary(tmp_path / "v.gguf", byte_tokens()[:100], pre="gpt-2", merges=[]))
+    assert tokenizer.min_tokens("é" * 1000) == 0
