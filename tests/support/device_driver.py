@@ -77,6 +77,26 @@ class DeviceDriver:
         self.device.submit(batch)
         return self.device.collect()
 
+    def score(self, ids: Sequence[int], num_samples: int) -> StepResult:
+        """One new sequence on seat 0 in one step, its last `num_samples` rows sampled.
+
+        A sample needs a seat each: for all but the last, the other seats are only names.
+        """
+        batch, count = self._batch, len(ids)
+        for seat in range(num_samples):
+            self.seat(seat)
+        batch.num_rows, batch.num_sequences, batch.num_samples = count, 1, num_samples
+        batch.token_ids[:count] = ids
+        batch.positions[:count] = np.arange(count)
+        batch.sequence_seats[0] = 0
+        batch.sequence_starts[:2] = 0, count
+        batch.sample_rows[:num_samples] = np.arange(count - num_samples, count)
+        batch.sample_seats[:num_samples] = np.arange(num_samples)[::-1]
+        batch.page_tables[0] = self._tables[0]
+        self.lengths[0] = count
+        self.device.submit(batch)
+        return self.device.collect()
+
     def decode(self, seats: Sequence[int]) -> StepResult:
         """One more token for each of `seats`, from the one it sampled last."""
         return self.step({seat: [PREVIOUS_SAMPLE] for seat in seats})

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds4.model_file import ModelFile
-from tests.support.device_driver import small_limits
+from tests.support.device_driver import DeviceDriver, small_limits
 from tests.vectors.make_greedy import open_peer, widen
-from workers.devices.interface import PAGE_TOKENS, Limits, StepBatch
+from workers.devices.interface import PAGE_TOKENS, Limits
 from workers.devices.reference.device import ReferenceDevice
 from workers.model.registry import load_program
 
@@ -35,22 +35,10 @@ def _peer_logits(peer: Any, windows: list[list[int]]) -> list[Logits]:
     return out
 
 
-def _every_row(limits: Limits, window: list[int]) -> StepBatch:
-    """One prompt whose every row is sampled; the seats are only names here."""
-    batch, count = StepBatch(limits), len(window)
-    batch.num_rows, batch.num_sequences, batch.num_samples = count, 1, count
-    batch.token_ids[:count] = window
-    batch.positions[:count] = batch.sample_rows[:count] = batch.sample_seats[:count] = np.arange(count)
-    batch.sequence_starts[1] = count
-    batch.page_tables[0] = np.arange(limits.max_pages_per_sequence)
-    return batch
-
-
 def _device_logits(device: Any, limits: Limits, windows: list[list[int]]) -> list[Logits]:
-    out = []
+    driver, out = DeviceDriver(device, limits), []
     for window in windows:
-        device.submit(_every_row(limits, window))
-        device.collect()
+        driver.score(window, len(window))
         out.append(np.array(device.logits(), np.float32))
     return out
 

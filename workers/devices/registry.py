@@ -27,23 +27,23 @@ _MIN_CONTEXT_TOKENS: Final = 512
 _MIB: Final = 1 << 20
 
 
-class _Need(msgspec.Struct, frozen=True, kw_only=True):
+class Need(msgspec.Struct, frozen=True, kw_only=True):
     """What a device would keep in memory."""
 
     weight_bytes: int
     kv_value_bytes: int
 
 
-def _need(name: str, model: ModelFile, program: Program) -> _Need:
+def _need(name: str, model: ModelFile, program: Program) -> Need:
     if name == "reference":  # float32 throughout
         sizes = program.dimensions
         per_layer = sizes.hidden_size * (
             (2 * sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_size + 3 * sizes.ffn_size
         )
         values = sizes.num_layers * per_layer + 2 * sizes.vocab_size * sizes.hidden_size
-        return _Need(weight_bytes=4 * values, kv_value_bytes=4)
+        return Need(weight_bytes=4 * values, kv_value_bytes=4)
     weight_bytes = sum(tensor.num_bytes for tensor in model.tensors.values())
-    return _Need(weight_bytes=weight_bytes, kv_value_bytes=2)
+    return Need(weight_bytes=weight_bytes, kv_value_bytes=2)
 
 
 def _page_bytes(sizes: Dimensions, kv_value_bytes: int) -> int:
@@ -66,7 +66,7 @@ def _too_small(settings: Settings, context: int, pages: int, page_bytes: int, fr
     )
 
 
-def compute_limits(settings: Settings, sizes: Dimensions, need: _Need, free_bytes: int) -> Limits:
+def compute_limits(settings: Settings, sizes: Dimensions, need: Need, free_bytes: int) -> Limits:
     """What to size a device for, given `free_bytes` of memory before anything is loaded.
 
     Raises ConfigError, with the numbers, where not even one session fits.
