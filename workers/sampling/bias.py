@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from workers.sampling.interface import SeatParams
 from workers.sampling.penalties import MAX_LOGIT
+from workers.sampling.seats import ALWAYS
 
 
 def wanted(params: SeatParams) -> bool:
@@ -30,9 +31,10 @@ class Bias:
         self._suppressed = np.array(params.suppressed_ids, np.int64)
         self._suppress_below = params.suppress_below
 
-    def applies(self, position: int) -> bool:
-        """Whether the token at `position` of the sequence is affected."""
-        return len(self._ids) > 0 or position < self._suppress_below
+    @property
+    def adjust_below(self) -> int:
+        """The position from which on no token of the sequence is affected any more."""
+        return ALWAYS if len(self._ids) else self._suppress_below
 
     def apply(self, row: NDArray[np.float32], position: int) -> None:
         """Change the logits `row` [vocab] in place. Biased logits stay finite or -inf as they were."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from workers.sampling import bias, candidates, filters, logprobs, penalties
 from workers.sampling.interface import SeatParams, StepResult
-from workers.sampling.seats import ADJUSTS, DRAWS, NO_TOP_K, REPORTS, SeatTable
+from workers.sampling.seats import ADJUSTS, ALWAYS, DRAWS, NO_TOP_K, REPORTS, SeatTable
 from workers.sampling.softmax import SoftmaxMass
 from workers.sampling.uniform import uniforms
 
@@ -33,21 +33,21 @@ class HostSampler:
         self._penalties: list[penalties.Penalties | None] = [None] * max_seats
         self._bias: list[bias.Bias | None] = [None] * max_seats
         self._softmax = SoftmaxMass(vocab_size)
-        self._rows = np.empty(
-            (max_seats, vocab_size), np.float32
-        )  # copies of rows that cannot be used in place
+        # Copies of rows that cannot be used in place.
+        self._rows = np.empty((max_seats, vocab_size), np.float32)
 
     def seat(self, seat: int, params: SeatParams) -> None:
         """Give `seat` to a sequence, forgetting the one before it."""
         sampling = params.sampling
-        self._penalties[seat] = (
-            penalties.Penalties(sampling, params.history, params.num_prompt_tokens)
-            if penalties.wanted(sampling)
-            else None
-        )
-        self._bias[seat] = bias.Bias(params) if bias.wanted(params) else None
-        adjusts = self._penalties[seat] is not None or self._bias[seat] is not None
-        self._table.set(seat, sampling, adjusts=adjusts)
+        adjust_below = 0
+        self._penalties[seat] = self._bias[seat] = None
+        if bias.wanted(params):
+            biased = self._bias[seat] = bias.Bias(params)
+            adjust_below = biased.adjust_below
+        if penalties.wanted(sampling):
+            self._penalties[seat] = penalties.Penalties(sampling, params.history, params.num_prompt_tokens)
+            adjust_below = ALWAYS
+        self._table.set(seat, sampling, adjust_below=adjust_below)
 
     def sample(
         self,
@@ -76,6 +76,7 @@ class HostSampler:
             return
 
         needs[~ok] = 0
+        needs[positions >= self._table.adjust_below[seats]] &= ~np.uint8(ADJUSTS)
         adjusted = np.flatnonzero(needs & ADJUSTS)
         drawn = np.flatnonzero((needs & (DRAWS | ADJUSTS)) == DRAWS)
         if len(drawn):

@@ -17,7 +17,8 @@ REPORTS: Final = 4  # log-probabilities
 
 # Below this the softmax is the arg-max to float32 precision but for exact ties.
 MIN_TEMPERATURE: Final = 1e-5
-NO_TOP_K: Final = np.iinfo(np.int64).max
+NO_TOP_K: Final = int(np.iinfo(np.int64).max)
+ALWAYS: Final = int(np.iinfo(np.int64).max)  # a position no sequence reaches
 
 
 class SeatTable:
@@ -25,6 +26,7 @@ class SeatTable:
 
     def __init__(self, max_seats: int) -> None:
         self.needs = np.zeros(max_seats, np.uint8)
+        self.adjust_below = np.zeros(max_seats, np.int64)  # ADJUSTS holds for positions below this one
         self.temperature = np.ones(max_seats, np.float32)
         self.top_k = np.full(max_seats, NO_TOP_K, np.int64)
         self.min_p = np.zeros(max_seats, np.float32)
@@ -32,16 +34,17 @@ class SeatTable:
         self.stream = np.zeros(max_seats, np.uint64)
         self.num_logprobs = np.full(max_seats, NO_LOGPROBS, np.int64)
 
-    def set(self, seat: int, params: SamplingParams, *, adjusts: bool) -> None:
+    def set(self, seat: int, params: SamplingParams, *, adjust_below: int) -> None:
         """Overwrite everything that `seat` had."""
         # With one candidate left there is nothing to draw: those are arg-max, lowest id on a tie.
         greedy = params.temperature < MIN_TEMPERATURE or params.top_k == 1 or params.top_p <= 0.0
         needs = 0 if greedy else DRAWS
-        if adjusts:
+        if adjust_below > 0:
             needs |= ADJUSTS
         if params.num_logprobs != NO_LOGPROBS:
             needs |= REPORTS
         self.needs[seat] = needs
+        self.adjust_below[seat] = adjust_below
         self.temperature[seat] = 1.0 if greedy else min(params.temperature, 3e38)
         self.top_k[seat] = params.top_k if params.top_k > 0 else NO_TOP_K
         self.min_p[seat] = params.min_p
