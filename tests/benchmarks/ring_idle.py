@@ -17,6 +17,7 @@ from ds4.ring.states import WorkerState
 from ds4.ring.worker_end import WorkerRing
 
 _SLEEP_S = 0.1  # as the engine's
+_SETTLE_S = 1.0
 
 
 class IdleCost(msgspec.Struct, frozen=True):
@@ -35,6 +36,9 @@ def _worker(directory: Path, seconds: float) -> float:
             ring.poll()
             ring.sleep(_SLEEP_S)
     used = 100 * (time.process_time() - cpu) / seconds
+    while ring.num_front_ends:  # they still measure
+        ring.poll()
+        ring.sleep(_SLEEP_S)
     ring.close()
     return used
 
@@ -43,6 +47,7 @@ async def _front_end(directory: Path, seconds: float) -> float:
     ring = FrontEndRing(directory)
     await ring.start()
     await ring.wait_attached()
+    await asyncio.sleep(_SETTLE_S)  # NumPy's thread pool is still starting
     cpu = time.process_time()
     await asyncio.sleep(seconds)
     used = 100 * (time.process_time() - cpu) / seconds
