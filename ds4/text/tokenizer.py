@@ -22,6 +22,7 @@ from ds4.text.vocabulary import SPACE_MARK, TokenType, Vocabulary, byte_table, c
 
 _WHITE_SPACE: Final = " \t\n\v\f\r"  # what C's isspace strips after Phi-3's markers
 _ALONE_CHARS: Final = 4096  # below, the hop to the package's threads costs more than the stall
+_MAX_PIECE_CHARS: Final = 512  # SentencePiece makes pieces of 16; a hostile file could name megabytes
 # These keep white space that follows them, in the vocabularies that strip it.
 _KEEPS_SPACE: Final = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
@@ -49,7 +50,7 @@ class Tokenizer:
         self._max_bytes = max(map(len, self._bytes)) if covered else 0
         try:
             self._merger = _build(model, vocabulary)
-        except (ValueError, TypeError, OverflowError) as error:
+        except Exception as error:  # noqa: BLE001 - the package raises nothing narrower
             raise model.fault(f"the vocabulary cannot be used: {error}") from None
         self.vocab_size: Final = len(vocabulary.tokens)
         self.bos_id: Final = vocabulary.bos_id
@@ -202,7 +203,11 @@ def _merges_by_score(vocabulary: Vocabulary, ids: dict[str, int]) -> list[tuple[
     So every way to cut a piece into two pieces is a merge, ranked by the score of the whole.
     """
     scores, types = vocabulary.scores, vocabulary.types
-    pieces = {text: token_id for text, token_id in ids.items() if types[token_id] != TokenType.BYTE}
+    pieces = {
+        text: token_id
+        for text, token_id in ids.items()
+        if types[token_id] != TokenType.BYTE and len(text) <= _MAX_PIECE_CHARS
+    }
     ranked: list[tuple[float, int, int, str]] = []
     for text, token_id in pieces.items():
         ranked += [
