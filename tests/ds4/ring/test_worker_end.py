@@ -94,6 +94,10 @@ def test_pending_is_what_was_submitted_and_not_admitted(tmp_path: Path) -> None:
         kill(fronts[1])
         assert worker_dropped(worker) == {stream.slot for stream in streams[3:]}
         assert worker.num_pending == fronts[0].num_pending() == 1
+        successor = await make_front_end(tmp_path / "ring", worker)
+        assert successor.index == fronts[1].index
+        assert worker.num_pending == fronts[0].num_pending() == 1  # nothing of the dead one's came back
+        await successor.close()
         await fronts[0].close()
         worker.close()
 
