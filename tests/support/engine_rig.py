@@ -29,7 +29,7 @@ from ds4.ring.layout import RingShape
 from ds4.ring.states import WorkerState
 from ds4.ring.worker_end import WorkerRing
 from tests.support.fake_device import FakeDevice
-from workers.devices.interface import PAGE_TOKENS, Limits
+from workers.devices.interface import PAGE_TOKENS, Device, Limits
 from workers.engine import build_engine
 
 VOCAB_SIZE = 1000
@@ -56,7 +56,7 @@ class Client:
 
 
 class EngineRig:
-    """An engine, its device and its front ends."""
+    """An engine, its device and its front ends. `make_device` puts another device in the fake one's place."""
 
     def __init__(
         self,
@@ -72,6 +72,8 @@ class EngineRig:
         window: int = 512,
         poisoned: Sequence[int] = (),
         settings: Settings | None = None,
+        make_device: Callable[[Limits], Device] | None = None,
+        vocab_size: int = VOCAB_SIZE,
     ) -> None:
         self.settings = settings or Settings(
             batched_sessions=seats, max_batch_tokens=rows, decode_coalesce_us=0, drain_timeout_s=30
@@ -80,9 +82,10 @@ class EngineRig:
         self.device = FakeDevice(
             limits, vocab_size=VOCAB_SIZE, pipeline_depth=pipeline_depth, poisoned=poisoned
         )
+        device = self.device if make_device is None else make_device(limits)
         info = ModelInfo(
             architecture="fake",
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
             max_context_tokens=min(context, pages * PAGE_TOKENS),
             tokenizer_hash="",
             device="fake",
@@ -98,7 +101,7 @@ class EngineRig:
         )
         self.metrics = Metrics.open(directory, owner=WORKER)
         self.engine = build_engine(
-            self.settings, ring=self.ring, metrics=self.metrics, device=self.device, limits=limits, info=info
+            self.settings, ring=self.ring, metrics=self.metrics, device=device, limits=limits, info=info
         )
         self.scheduler = self.engine._scheduler
         self.front_ends = [FrontEndRing(directory, window=window) for _ in range(front_ends)]
