@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds4.config import Settings
-from ds4.errors import ErrorCode, RingFullError, RingUnavailableError, WorkerError
+from ds4.errors import ErrorCode, RingError, RingFullError, RingUnavailableError, WorkerError
 from ds4.generation import (
     FinishReason,
     GenerationEnd,
@@ -64,7 +64,11 @@ class EngineClient:
     async def start(self) -> None:
         """Take a front-end place. Does not wait for a worker. Raises RingFullError, RingError."""
         await self.ring.start()
-        self._metrics = Metrics.open(self._directory, owner=self.ring.index)
+        try:
+            self._metrics = Metrics.open(self._directory, owner=self.ring.index)
+        except RingError:
+            await self.ring.close()
+            raise
 
     async def close(self) -> None:
         """Give the place back; whatever still runs is cancelled."""

@@ -87,7 +87,8 @@ class Choice:
             if piece.finish and end is None:
                 end = await self._drain()
             if end is not None:
-                self.num_cached_tokens = end.num_cached_tokens
+                # After a resumption the cache may also have held output.
+                self.num_cached_tokens = min(end.num_cached_tokens, self._generation.num_prompt_tokens)
             if piece.text or piece.finish or piece.tokens:
                 return piece
 

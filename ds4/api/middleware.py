@@ -43,8 +43,9 @@ class Observe:
 
         async def observed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message.setdefault("headers", [])
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                if self._state.engine.draining:  # the client's next request goes to a process that stays
+                    message["headers"].append((b"connection", b"close"))
                 status = int(message["status"])
                 self._state.engine.metrics.add("ds4_http_responses_total", label=f"{status // 100}xx")
                 _log.debug(

@@ -83,38 +83,37 @@ def run_front(settings: Settings, socket_fd: int | None = None) -> int:
 
     Raises ConfigError, ModelFileError, RingError before anything is served.
     """
-    setup_logging(settings, "front")
-    _raise_file_limit()
-    state = FrontState.build(settings, Path(resolve_model(settings.model, progress=False)))
-    app = create_app(settings, state=state)
-    listener = _listener(settings, socket_fd)
-    config = uvicorn.Config(
-        app,
-        loop="uvloop",
-        http="httptools",
-        ws="none",
-        lifespan="off",  # started below, so that its errors end the process with their message
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(_LAST_WORDS_S),
-        backlog=_BACKLOG,
-    )
-    server = FrontServer(config, state)
-
-    async def run() -> None:
-        await state.start()
-        try:
-            gc.collect()
-            gc.freeze()  # what lives as long as the process is not looked at again
-            await server.serve([listener])
-        finally:
-            await state.close()
-
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(run())
+    with contextlib.closing(_listener(settings, socket_fd)) as listener:
+        setup_logging(settings, "front")
+        _raise_file_limit()
+        state = FrontState.build(settings, Path(resolve_model(settings.model, progress=False)))
+        config = uvicorn.Config(
+            create_app(settings, state=state),
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="off",  # started below, so that its errors end the process with their message
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(_LAST_WORDS_S),
+            backlog=_BACKLOG,
+        )
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(_serve(state, FrontServer(config, state), listener))
     return 0
+
+
+async def _serve(state: FrontState, server: FrontServer, listener: socket.socket) -> None:
+    await state.start()
+    try:
+        gc.collect()
+        gc.freeze()  # what lives as long as the process is not looked at again
+        _log.info("listening", extra={"address": ":".join(map(str, listener.getsockname()[:2]))})
+        await server.serve([listener])
+    finally:
+        await state.close()
 
 
 def _raise_file_limit() -> None:

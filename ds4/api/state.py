@@ -19,7 +19,7 @@ from ds4.engine_client import EngineClient
 from ds4.errors import ContextOverflowError
 from ds4.model_file import ModelFile
 from ds4.protocol.common import SamplingDefaults, Vocabulary, sampling_defaults
-from ds4.shared_dir import prepare_shared_directory
+from ds4.shared_dir import prepare_shared_directory, shared_directory
 from ds4.text.chat_template import ChatTemplate
 from ds4.text.tokenizer import Tokenizer
 
@@ -65,14 +65,18 @@ class FrontState:
 
     @classmethod
     def build(cls, settings: Settings, path: Path) -> "FrontState":
-        """Read the model's text side. Raises ConfigError, ModelFileError."""
-        directory = prepare_shared_directory(settings)
+        """Read the model's text side; nothing outside this process changes before `start`.
+
+        Raises ModelFileError.
+        """
+        directory = shared_directory(settings)
         model = ServedModel(settings, ModelFile.open(path))
         engine = EngineClient(settings, directory, tokenizer_hash=model.file.tokenizer_hash)
         return cls(settings, model, engine)
 
     async def start(self) -> None:
-        """Take the front end's place in the ring. Raises RingFullError, RingError."""
+        """Take the front end's place in the ring. Raises ConfigError, RingFullError, RingError."""
+        prepare_shared_directory(self.settings)
         await self.engine.start()
 
     async def close(self) -> None:

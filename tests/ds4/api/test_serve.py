@@ -22,7 +22,9 @@ def test_a_signal_lets_running_requests_finish_and_refuses_new_ones(tmp_path: Pa
         await until(lambda: bool(worker.requests))
         front.server.handle_exit(signal.SIGTERM, None)
         await until(lambda: front.state.engine.draining)
-        assert (await front.client.get("/health/ready")).status_code == 503
+        response = await front.client.get("/health/ready")
+        assert response.status_code == 503
+        assert response.headers["connection"] == "close"
         assert (await front.client.get("/health/live")).status_code == 200
         assert (await front.chat()).json()["error"]["code"] == "shutting_down"
         assert not front.server.should_exit
@@ -67,5 +69,6 @@ def test_a_port_in_use_is_a_setting_to_change(tmp_path: Path) -> None:
         )
         with pytest.raises(ConfigError, match="--port"):
             await asyncio.to_thread(run_front, settings)
+        assert not (tmp_path / "other").exists()
 
     with_front(tmp_path, scenario, None)
