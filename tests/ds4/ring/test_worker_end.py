@@ -91,8 +91,10 @@ def test_pending_is_what_was_submitted_and_not_admitted(tmp_path: Path) -> None:
         assert worker.num_pending == fronts[1].num_pending() == 4
         worker.finish({streams[1].slot: STOP})  # an end without a seat leaves the waiting state too
         assert worker.num_pending == 3
+        publish(worker, [streams[3]], [7], {0: STOP})  # and so does one with the first token
+        assert worker.num_pending == fronts[0].num_pending() == 2
         kill(fronts[1])
-        assert worker_dropped(worker) == {stream.slot for stream in streams[3:]}
+        assert worker_dropped(worker) == {stream.slot for stream in streams[4:]}
         assert worker.num_pending == fronts[0].num_pending() == 1
         successor = await make_front_end(tmp_path / "ring", worker)
         assert successor.index == fronts[1].index
