@@ -55,6 +55,7 @@ class Tokenizer:
         self.vocab_size: Final = len(vocabulary.tokens)
         self.bos_id: Final = vocabulary.bos_id
         self.eos_id: Final = vocabulary.eos_id
+        self.unknown_id: Final = vocabulary.unknown_id
         self.end_ids: Final = vocabulary.end_ids
         self.add_bos: Final = vocabulary.add_bos
 
