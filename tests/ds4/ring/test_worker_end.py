@@ -99,6 +99,9 @@ def test_pending_is_what_was_submitted_and_not_admitted(tmp_path: Path) -> None:
         successor = await make_front_end(tmp_path / "ring", worker)
         assert successor.index == fronts[1].index
         assert worker.num_pending == fronts[0].num_pending() == 1  # nothing of the dead one's came back
+        worker.admit([stream.slot for stream in streams[4:]])  # late: these requests are gone
+        successor.submit(b"", prompt())
+        assert worker.num_pending == fronts[0].num_pending() == 2
         await successor.close()
         await fronts[0].close()
         worker.close()
