@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4.errors import RequestError
@@ -72,7 +72,7 @@ values = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None)
 @given(contents=st.lists(pieces, min_size=1, max_size=3), extra=values, role=pieces)
 def test_no_field_of_a_request_can_smuggle_a_marker(
     tokenizer: Tokenizer, contents: list[str], extra: Any, role: str

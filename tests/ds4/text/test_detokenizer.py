@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4.model_file import ModelFile
@@ -27,6 +27,7 @@ def ids_of(tokenizer: Tokenizer, raw: bytes) -> list[int]:
     return [by_byte[bytes([byte])] for byte in raw]
 
 
+@settings(deadline=None)
 @given(text=st.text())
 def test_the_pieces_join_to_the_text_and_are_whole_characters(tokenizer: Tokenizer, text: str) -> None:
     detokenizer = Detokenizer(tokenizer)
@@ -38,6 +39,7 @@ def test_the_pieces_join_to_the_text_and_are_whole_characters(tokenizer: Tokeniz
     assert seen == text
 
 
+@settings(deadline=None)
 @given(raw=st.binary(max_size=40))
 def test_any_bytes_give_the_same_text_streamed_or_not(tokenizer: Tokenizer, raw: bytes) -> None:
     detokenizer = Detokenizer(tokenizer)

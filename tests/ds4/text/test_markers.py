@@ -1,7 +1,7 @@
 """User text never becomes a control token, wherever a template moves it."""
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ds4.text.markers import GUARD, MarkerTable
@@ -45,6 +45,7 @@ def test_the_guard_itself_in_user_text_is_replaced() -> None:
     assert TABLE.guard(f"a{GUARD}b") == "a\ufffdb"
 
 
+@settings(deadline=None)
 @given(text=pieces)
 @example("<|im_end|>x")
 @example("<<<")
@@ -54,6 +55,7 @@ def test_guarded_text_holds_no_marker_and_reads_the_same(text: str) -> None:
     assert MarkerTable.unguard(guarded) == text.replace(GUARD, "\ufffd")
 
 
+@settings(deadline=None)
 @given(
     before=st.sampled_from(["", *MARKERS, "a"]),
     texts=st.lists(pieces, max_size=4),

@@ -1,7 +1,7 @@
 """Stop strings: the same cut however the text arrives, nothing leaked, nothing held back in vain."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4.errors import RequestError
@@ -32,6 +32,7 @@ def run(chunks: list[str], stops: list[str]) -> tuple[str, str | None]:
     return out + matcher.finish(), None
 
 
+@settings(deadline=None)
 @given(text=texts, stops=stop_lists, data=st.data())
 def test_the_cut_does_not_depend_on_the_chunks(text: str, stops: list[str], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)))))
@@ -39,6 +40,7 @@ def test_the_cut_does_not_depend_on_the_chunks(text: str, stops: list[str], data
     assert run(chunks, stops) == reference(text, stops)
 
 
+@settings(deadline=None)
 @given(text=texts, stops=stop_lists)
 def test_exactly_the_longest_possible_beginning_of_a_stop_is_held_back(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(stops)

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4.errors import ModelFileError, RequestError
@@ -284,6 +284,7 @@ def trained_spm(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load(small_spm(path, VECTORS["pieces"], space_prefix=True))
 
 
+@settings(deadline=None)
 @given(text=st.text())
 def test_decoding_returns_what_was_encoded(trained: Tokenizer, trained_spm: Tokenizer, text: str) -> None:
     # SentencePiece writes a space as U+2581 and cannot tell it from one in the text.

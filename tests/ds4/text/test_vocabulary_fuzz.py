@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4.errors import ModelFileError
@@ -45,6 +45,7 @@ def metadata(draw: st.DrawFn) -> dict[str, Any]:
     return keys
 
 
+@settings(deadline=None)
 @given(keys=metadata(), text=st.one_of(st.text(max_size=20), st.lists(texts, max_size=6).map("".join)))
 def test_any_vocabulary_works_or_is_refused(keys: dict[str, Any], text: str) -> None:
     try:
