@@ -2,12 +2,14 @@
 
 Owns nothing. Runs in the worker process while the engine's machine code is made.
 
-A page holds 16 positions of one layer: for each KV head its keys as [head_size][16 positions] float16,
-then its values as [16 positions][head_size] float16. So 16 scores come from one vector of keys with no
-sum across lanes. Queries that share a KV head, and up to four consecutive rows of a prompt, share
-every load. Softmax is computed online over chunks of CHUNK_PAGES pages (Milakov and Gimelshein 2018);
-chunks begin at fixed positions and masked keys add exact zeros, so a row's result has the same bits
-however rows are grouped. Oracle: the reference device's attention.
+A page holds 16 positions: of each layer and KV head the keys as [head_size][16 positions] float16 and the
+values as [16 positions][head_size] float16. So 16 scores come from one vector of keys with no sum across
+lanes. The cache lies as [layer][keys, values][KV head][page], which makes the pages of a sequence that
+got them in a row one stream; where they are scattered, the next page is fetched ahead. Queries that
+share a KV head, and up to four consecutive rows of a prompt, share every load. Softmax is computed
+online over chunks of CHUNK_PAGES pages (Milakov and Gimelshein 2018); chunks begin at fixed positions
+and masked keys add exact zeros, so a row's result has the same bits however rows are grouped. Oracle:
+the reference device's attention.
 """
 
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from workers.devices.cpu.emit import (
     F32,
     FLOAT,
     I32,
+    I64,
     LANES,
     V16I32,
     Emitter,
@@ -29,23 +32,28 @@ from workers.devices.cpu.emit import (
 )
 from workers.devices.cpu.groups import CHUNK_KEYS, CHUNK_PAGES, QueryGroup
 
+_LINE_BYTES: Final = 64  # of a cache line
 _LOWEST: Final = -3e38  # scores below this are masked
 
 
 def make_attention(library: Library, group: QueryGroup) -> Callable[..., Any]:
-    """`(queries, row_stride, pages, cache, page_bytes, position, scratch, scale)`, for jitted code.
+    """`(queries, row_stride, pages, keys, values, page_bytes, position, scratch, scale)`, for jitted code.
 
     `queries`: the first row's first head, float32, replaced by the output; `pages`: int32 page numbers
-    of the sequence; `cache`: this layer's and KV head's place in page 0; `position`: of the first row.
+    of the sequence; `keys`, `values`: this layer's and KV head's page 0; `position`: of the first row.
     """
     queries = _Queries(library, group)
-    scores, softmax, values = _scores(library, queries), _softmax(library, group), _values(library, queries)
+    scores, softmax, add_values = (
+        _scores(library, queries),
+        _softmax(library, group),
+        _values(library, queries),
+    )
     begin, finish = _begin(library, group), _finish(library, queries)
-    num_rows, value_offset = group.num_rows, 2 * LANES * group.head_size
+    num_rows = group.num_rows
 
     @jit
     def attend(
-        query: int, row_stride: int, pages: int, cache: int, page_bytes: int, position: int,
+        query: int, row_stride: int, pages: int, keys: int, values: int, page_bytes: int, position: int,
         scratch: int, scale: float,
     ) -> None:  # fmt: skip
         num_keys = position + num_rows
@@ -56,10 +64,9 @@ def make_attention(library: Library, group: QueryGroup) -> Callable[..., Any]:
             count = min(CHUNK_PAGES, num_pages - page)
             first_key = page * LANES
             table = pages + 4 * page
-            scores(query, row_stride, table, count, cache, page_bytes, first_key, position, scratch, scale)
+            scores(query, row_stride, table, count, keys, page_bytes, first_key, position, scratch, scale)
             softmax(scratch, count)
-            keys = min(count * LANES, num_keys - first_key)
-            values(table, keys, cache + value_offset, page_bytes, scratch)
+            add_values(table, min(count * LANES, num_keys - first_key), values, page_bytes, scratch)
             page += count
         finish(query, row_stride, scratch)
 
@@ -89,6 +96,18 @@ def _state(e: Emitter, group: QueryGroup, scratch: Value, query: int, word: int)
     return e.address(scratch, group.state_offset + 64 * query + 4 * word)
 
 
+def _page(e: Emitter, pages: Value, index: Value, cache: Value, page_bytes: Value) -> Value:
+    """Address of a sequence's page by its index in the table."""
+    number = e.builder.sext(e.load(e.address(pages, e.times(index, 4)), I32, 4), I64)
+    return e.address(cache, e.times(number, page_bytes))
+
+
+def _next(e: Emitter, index: Value, count: Value) -> Value:
+    """The next index, or the same one at the end: entries past it are undefined."""
+    following = e.address(index, 1)
+    return e.builder.select(e.builder.icmp_signed("<", following, count), following, index)
+
+
 def _begin(library: Library, group: QueryGroup) -> Callable[..., None]:
     @library.kernel(ADDRESS)
     def begin(e: Emitter, scratch: Value) -> None:
@@ -116,10 +135,12 @@ def _scores(library: Library, queries: _Queries) -> Callable[..., None]:
         addresses = queries.addresses(e, first, row_stride)
         spread_scale = e.splat(scale)
         with e.loop(num_pages) as page:
-            number = b.sext(e.load(e.address(pages, e.times(page, 4)), I32, 4), ir.IntType(64))
-            keys = e.address(cache, e.times(number, page_bytes))
+            keys = _page(e, pages, page, cache, page_bytes)
+            next_keys = _page(e, pages, _next(e, page, num_pages), cache, page_bytes)
             sums = [e.variable(e.floats(0.0)) for _ in range(queries.count)]
             with e.loop(e.whole(group.head_size // unroll)) as index:
+                for line in range(32 * unroll // _LINE_BYTES):
+                    e.prefetch(e.address(next_keys, e.times(index, 32 * unroll), _LINE_BYTES * line))
                 for turn in range(unroll):
                     dimension = e.address(e.times(index, unroll), turn)
                     of_dimension = e.load_halves(e.address(keys, e.times(dimension, 32)))
@@ -177,6 +198,7 @@ def _values(library: Library, queries: _Queries) -> Callable[..., None]:
     Keys that do not exist yet are not read: what lies there may be another sequence's NaN.
     """
     group = queries.group
+    key_bytes = 2 * group.head_size
 
     @library.kernel(*([ADDRESS] * 5))
     def values(
@@ -197,12 +219,15 @@ def _values(library: Library, queries: _Queries) -> Callable[..., None]:
                 for variable, place in zip(sums[query], places[query], strict=True):
                     e.set(variable, b.fmul(e.load_floats(place), correction))
             with e.loop(num_pages) as page:
-                number = b.sext(e.load(e.address(pages, e.times(page, 4)), I32, 4), ir.IntType(64))
-                of_page = e.address(cache, e.times(number, page_bytes))
+                of_page = _page(e, pages, page, cache, page_bytes)
+                next_page = _page(e, pages, _next(e, page, num_pages), cache, page_bytes)
                 left = b.sub(num_keys, e.times(page, LANES))
                 some = b.icmp_signed("<", left, e.whole(LANES))
                 with e.loop(b.select(some, left, e.whole(LANES))) as key:
-                    at = e.address(of_page, e.times(key, 2 * group.head_size))
+                    offset = e.times(key, key_bytes)
+                    at = e.address(of_page, offset)
+                    for line in range(key_bytes // _LINE_BYTES if first == 0 else 0):
+                        e.prefetch(e.address(next_page, offset, _LINE_BYTES * line))
                     loaded = [e.load_halves(e.address(at, 32 * column)) for column in columns]
                     weight_at = e.address(scratch, e.times(page, 64), e.times(key, 4))
                     for query in range(queries.count):

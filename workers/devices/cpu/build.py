@@ -37,11 +37,18 @@ def build_module(target: Target, spec: StepSpec) -> Any:
     text = re.sub(rf"^define [^\n]*@{re.escape(wrapper)}\(.*?^}}\n", "", text, flags=re.MULTILINE | re.DOTALL)
     text = text.replace(wrapper.removeprefix("cfunc."), ENTRY)
     machine = target_machine(target)
-    kernels = llvm.parse_assembly(_for_target(str(library.module), target, machine))
-    _optimise(kernels, machine)
+    kernels = compile_kernels(library)
     module = llvm.parse_assembly(_for_target(text, target, machine))
     module.link_in(kernels)
     module.verify()
+    return module
+
+
+def compile_kernels(library: Library) -> Any:
+    """The library's own functions as an optimised LLVM module."""
+    machine = target_machine(library.target)
+    module = llvm.parse_assembly(_for_target(str(library.module), library.target, machine))
+    _optimise(module, machine)
     return module
 
 

@@ -34,9 +34,11 @@ class Control(IntEnum):
     SCRATCH_STRIDE = 19
     ZEROS = 20  # address of 64 zeros
     MAILBOXES = 21  # address, MAILBOX_BYTES for each thread
-    PAGE_BYTES = 22  # of one layer
-    BARRIER = 24  # 24 words: see memory.py
-    COUNT = 48
+    PAGE_BYTES = 22  # of the keys or the values of one head in a page
+    HEAD_BYTES = 23  # from one head's pages to the next head's
+    VALUES = 24  # from a layer's keys to its values, in bytes
+    BARRIER = 32  # 24 words: see memory.py
+    COUNT = 56
 
 
 BARRIER_STALLS: Final = Control.BARRIER + 16  # threads that gave up their core while they waited

@@ -8,9 +8,9 @@ kernels in this package's modules. Importing this module needs llvmlite and numb
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ds4.config import cache_dir
 from workers.devices.cpu.control import Control
@@ -31,8 +31,8 @@ if find_spec("numba") is None:
 class CpuDevice:
     """Runs llama-family programs on 8-bit activations. One owner, the worker's thread; `submit` mutates it."""
 
-    name: Final = "cpu"
-    pipeline_depth: Final = 0
+    name = "cpu"
+    pipeline_depth = 0
 
     def __init__(
         self,
@@ -73,9 +73,8 @@ class CpuDevice:
         started = time.perf_counter()
         self._resolve_tokens(batch)
         self._describe(batch)
-        num_threads = self._tuner.choose(batch.num_rows)
-        self._pool.run(num_threads)
-        self._tuner.record(batch.num_rows, num_threads, time.perf_counter() - started)
+        self._pool.run(self._tuner.choose(batch.num_rows))
+        self._tuner.record(batch.num_rows, time.perf_counter() - started)
         self._sample(batch)
         self._results.elapsed_s = time.perf_counter() - started
         self._num_queued = 1
@@ -89,6 +88,10 @@ class CpuDevice:
     def close(self) -> None:
         """Stop the threads. Idempotent."""
         self._pool.close()
+
+    def logits(self) -> NDArray[np.float32]:
+        """Logits [num_samples, vocab_size] of the latest step, valid until the next; for tests."""
+        return self._plan.logits[: self._results.num_samples, : self._vocab_size]
 
     def _resolve_tokens(self, batch: StepBatch) -> None:
         count = batch.num_rows

@@ -227,6 +227,12 @@ class Emitter:
         """Sixteen float32 rounded to float16."""
         self.store(self.float_to_half(value), address, 2)
 
+    def prefetch(self, address: Value) -> None:
+        """Ask for a cache line that will be read; any address will do."""
+        place = self.builder.inttoptr(address, I8.as_pointer())
+        how = [ir.Constant(I32, value) for value in (0, 3, 1)]  # to read, keep in all levels, data
+        self.call("llvm.prefetch.p0", ir.VoidType(), place, *how)
+
     # -- arithmetic
 
     def call(self, name: str, returns: Any, *arguments: Value) -> Value:

@@ -23,7 +23,7 @@ import msgspec
 from workers.devices.cpu.spec import StepSpec
 from workers.devices.cpu.target import Target, target_machine
 
-_logger: Final = logging.getLogger(__name__)
+log: Final = logging.getLogger(__name__)
 _DIGEST_BYTES: Final = 32
 _ENTRY: Final = "ds4_cpu_step"
 _FUNCTION: Final = ctypes.CFUNCTYPE(
@@ -65,10 +65,12 @@ def load_machine_code(
     path = None if directory is None else directory / f"step-{cache_key(target, spec)}.o"
     object_code = None if path is None else _read(path)
     if object_code is None:
-        _logger.info("event=cpu_compile isa=%s note=once_a_machine_takes_about_10_s", target.isa.value)
+        log.info(
+            "compiling the cpu engine: once a machine, some ten seconds", extra={"isa": target.isa.value}
+        )
         started = time.monotonic()
         object_code = (make or (lambda: _make(target, spec)))()
-        _logger.info("event=cpu_compiled seconds=%.1f", time.monotonic() - started)
+        log.info("compiled the cpu engine", extra={"seconds": round(time.monotonic() - started, 1)})
         if path is not None:
             _write(path, object_code)
     return MachineCode(object_code, target)
@@ -95,7 +97,7 @@ def _read(path: Path) -> bytes | None:
         return None
     digest, object_code = raw[:_DIGEST_BYTES], raw[_DIGEST_BYTES:]
     if hashlib.sha256(object_code).digest() != digest:
-        _logger.warning("event=cpu_cache_damaged path=%s", path)
+        log.warning("the compiled code is damaged and will be made again", extra={"path": str(path)})
         return None
     return object_code
 
@@ -110,7 +112,7 @@ def _write(path: Path, object_code: bytes) -> None:
             file.write(hashlib.sha256(object_code).digest() + object_code)
         os.replace(name, path)
     except OSError as error:
-        _logger.info("event=cpu_cache_not_written path=%s error=%s", path, error)
+        log.info("the compiled code could not be kept: %s", error, extra={"path": str(path)})
         if name:
             with contextlib.suppress(OSError):
                 os.unlink(name)

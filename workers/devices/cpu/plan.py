@@ -111,8 +111,9 @@ class Plan:
         self.scratch_stride = -(-scratch // 128) * 128 + 64
         self.scratch = Buffer(self.scratch_stride * max_threads)
         self.zeros = Buffer(pair_bytes)
-        self.page_bytes = 2 * kv_size * PAGE_TOKENS * 2
-        self.cache = Buffer(sizes.num_layers * limits.num_pages * self.page_bytes)
+        self.page_bytes = sizes.head_size * PAGE_TOKENS * 2  # of a head's keys or values
+        self.head_bytes = limits.num_pages * self.page_bytes
+        self.cache = Buffer(2 * sizes.num_layers * sizes.num_kv_heads * self.head_bytes)
 
         records = [record for operation in program.operations for record in self._plan(operation)]
         self._arena = self._packer.pack()
@@ -323,7 +324,7 @@ class Plan:
         return [Code.ROPE, 1, self._cache_of(operation.layer), self._rotations[key], keys_at, values_at]
 
     def _cache_of(self, layer: int) -> int:
-        return self.cache.address + layer * self._limits.num_pages * self.page_bytes
+        return self.cache.address + layer * 2 * self.sizes.num_kv_heads * self.head_bytes
 
     def _attention(self, operation: Attention) -> "list[list[int | Matrix]]":
         wanted = self._second.address if self._consumers["attn_records"] else 0
@@ -394,6 +395,8 @@ class Plan:
             (Control.SCRATCH_STRIDE, self.scratch_stride),
             (Control.ZEROS, self.zeros.address),
             (Control.PAGE_BYTES, self.page_bytes),
+            (Control.HEAD_BYTES, self.head_bytes),
+            (Control.VALUES, self.sizes.num_kv_heads * self.head_bytes),
         ):
             control[word] = value
 

@@ -269,6 +269,7 @@ def _make_rope(kernels: _Kernels) -> Jitted:
         8 * Control.SEQUENCE_STARTS, 8 * Control.PAGE_TABLES, 8 * Control.PAGE_TABLE_STRIDE,
     )  # fmt: skip
     qkv_at, qkv_stride_at, page_bytes_at = 8 * Control.QKV, 8 * Control.QKV_STRIDE, 8 * Control.PAGE_BYTES
+    head_bytes_at, values_from = 8 * Control.HEAD_BYTES, 8 * Control.VALUES
     rows_at = 8 * Control.NUM_ROWS
 
     @jit
@@ -279,6 +280,7 @@ def _make_rope(kernels: _Kernels) -> Jitted:
         starts, tables = load(control + starts_at), load(control + tables_at)
         table_stride, page_bytes = load(control + table_stride_at), load(control + page_bytes_at)
         qkv, stride = load(control + qkv_at), load(control + qkv_stride_at)
+        head_bytes, value_offset = load(control + head_bytes_at), load(control + values_from)
         begin = num_rows * thread // num_threads
         end = num_rows * (thread + 1) // num_threads
         for sequence in range(load(control + sequences_at)):
@@ -292,12 +294,12 @@ def _make_rope(kernels: _Kernels) -> Jitted:
                 for head in range(num_heads):
                     rotate_query(source + 4 * head * head_size, turn)
                 page = cache + load_i32(pages + 4 * (position // 16)) * page_bytes
+                key_place = page + 2 * (position % 16)
+                value_place = page + value_offset + 2 * head_size * (position % 16)
                 for head in range(num_kv_heads):
                     of_head = 4 * head * head_size
-                    place = page + 64 * head * head_size
-                    store_key(source + keys_at + of_head, turn, place + 2 * (position % 16))
-                    value_place = place + 32 * head_size + 2 * head_size * (position % 16)
-                    store_value(source + values_at + of_head, value_place)
+                    store_key(source + keys_at + of_head, turn, key_place + head * head_bytes)
+                    store_value(source + values_at + of_head, value_place + head * head_bytes)
 
     return rope
 
@@ -317,6 +319,7 @@ def _make_attention(library: Library, kernels: _Kernels) -> Jitted:
         8 * Control.SEQUENCE_STARTS, 8 * Control.PAGE_TABLES, 8 * Control.PAGE_TABLE_STRIDE,
     )  # fmt: skip
     qkv_at, qkv_stride_at, page_bytes_at = 8 * Control.QKV, 8 * Control.QKV_STRIDE, 8 * Control.PAGE_BYTES
+    head_bytes_at, values_from = 8 * Control.HEAD_BYTES, 8 * Control.VALUES
     scratch_at, scratch_stride_at = 8 * Control.SCRATCH, 8 * Control.SCRATCH_STRIDE
     record_stride_at, row_bytes = 8 * Control.RECORD_STRIDE, RECORD_BYTES
 
@@ -335,6 +338,7 @@ def _make_attention(library: Library, kernels: _Kernels) -> Jitted:
         tables, table_stride = load(control + tables_at), load(control + table_stride_at)
         page_bytes, record_stride = load(control + page_bytes_at), load(control + record_stride_at)
         qkv, stride = load(control + qkv_at), load(control + qkv_stride_at)
+        head_bytes, value_offset = load(control + head_bytes_at), load(control + values_from)
         scratch = load(control + scratch_at) + thread * load(control + scratch_stride_at)
         unit = 0
         for sequence in range(load(control + sequences_at)):
@@ -348,11 +352,14 @@ def _make_attention(library: Library, kernels: _Kernels) -> Jitted:
                     if unit % num_threads != thread:
                         continue
                     query = qkv + row * stride + 4 * group * group_heads * head_size
-                    of_head = cache + 64 * head_size * (group * group_heads // heads_a_kv_head)
+                    keys = cache + head_bytes * (group * group_heads // heads_a_kv_head)
+                    values = keys + value_offset
                     if num_rows > 1:
-                        attend_run(query, stride, pages, of_head, page_bytes, position, scratch, scale)
+                        attend_run(query, stride, pages, keys, values, page_bytes, position, scratch, scale)
                     else:
-                        attend_single(query, stride, pages, of_head, page_bytes, position, scratch, scale)
+                        attend_single(
+                            query, stride, pages, keys, values, page_bytes, position, scratch, scale
+                        )
                     if records != 0:
                         for index in range(num_rows):
                             at = query + index * stride

@@ -13,10 +13,10 @@ from typing import Final
 
 _TRIAL_STEPS: Final = 3
 _KEPT_STEPS: Final = 5
-_MIN_INTERVAL: Final = 24  # steps between trials
+_MIN_INTERVAL: Final = 48  # steps between trials
 _MAX_INTERVAL: Final = 768
 _GAIN: Final = 0.9  # a trial wins when its time is below this share
-_SUDDEN: Final = 1.5  # steps this much slower than before start a trial at once
+_SUDDEN: Final = 1.5  # steps this much slower than before start a trial at once; in a trial, they end it
 
 
 class _Bucket:
@@ -36,11 +36,10 @@ class _Bucket:
     def index(self) -> int:
         return self.current if self.trial is None else self.trial
 
-    def record(self, index: int, elapsed_s: float) -> None:
+    def record(self, elapsed_s: float) -> None:
         if self.trial is not None:
-            if index == self.trial:
-                self.trial_times.append(elapsed_s)
-            if len(self.trial_times) == _TRIAL_STEPS:
+            self.trial_times.append(elapsed_s)
+            if len(self.trial_times) == _TRIAL_STEPS or elapsed_s > _SUDDEN * median(self.times):
                 self._decide()
             return
         self.times.append(elapsed_s)
@@ -90,9 +89,9 @@ class ThreadTuner:
         """Threads for a step of `num_rows` rows."""
         return self.counts[self._bucket(num_rows).index()]
 
-    def record(self, num_rows: int, num_threads: int, elapsed_s: float) -> None:
-        """How long a step took with the chosen count."""
-        self._bucket(num_rows).record(self.counts.index(num_threads), elapsed_s)
+    def record(self, num_rows: int, elapsed_s: float) -> None:
+        """How long a step took with the count that was chosen for it."""
+        self._bucket(num_rows).record(elapsed_s)
 
     def _bucket(self, num_rows: int) -> _Bucket:
         key = num_rows.bit_length()

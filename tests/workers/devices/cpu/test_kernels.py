@@ -1,0 +1,175 @@
+"""The matmul kernels of every instruction set, called on their own."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba", reason="the CPU engine needs numba")
+
+from ds4.model_file import GgmlType
+from tests.workers.devices.cpu.rig import Kernels, can_run
+from tests.workers.devices.cpu.test_blocks import random_rows
+from workers.devices.cpu.blocks import runtime_kind
+from workers.devices.cpu.emit import ADDRESS, Emitter, Library, Value
+from workers.devices.cpu.formats import FLOAT_BYTES, RECORD_BYTES, WeightKind, block_bytes, record_stride
+from workers.devices.cpu.matmul import float_kernel, quantised_kernel
+from workers.devices.cpu.packing import Matrix, Packer, Rows
+from workers.devices.cpu.target import Isa, restricted_target
+from workers.model.program import Tensor
+from workers.quant.dequantise import dequantise
+
+INPUTS, OUTPUTS = 256, 64
+TYPES = {
+    WeightKind.U4: GgmlType.Q4_0,
+    WeightKind.U4_MIN: GgmlType.Q4_1,
+    WeightKind.S8: GgmlType.Q8_0,
+    WeightKind.U8_MIN: GgmlType.Q5_1,
+    WeightKind.U8_HALVES: GgmlType.Q6_K,
+}
+
+
+def tensor_of(ggml_type: GgmlType) -> Tensor:
+    rng = np.random.default_rng(3)
+    if ggml_type in TYPES.values():
+        raw = random_rows(ggml_type, OUTPUTS, INPUTS, seed=3)
+    else:
+        values = rng.normal(size=(OUTPUTS, INPUTS)).astype(np.float32)
+        if ggml_type is GgmlType.F16:
+            raw = values.astype(np.float16).view(np.uint8)
+        elif ggml_type is GgmlType.BF16:
+            raw = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        else:
+            raw = values.view(np.uint8)
+    return Tensor(name="w", ggml_type=int(ggml_type), shape=(OUTPUTS, INPUTS), data=raw.ravel())
+
+
+def packed(tensor: Tensor, *, has_unsigned_dot: bool) -> tuple[np.ndarray, Matrix]:
+    packer = Packer(has_unsigned_dot=has_unsigned_dot)
+    matrix = packer.add([Rows(tensor=tensor)])
+    return packer.pack(), matrix
+
+
+def records_of(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Activation records [block][row] as bytes, and the values that they mean."""
+    num_rows = len(rows)
+    blocks = rows.reshape(num_rows, -1, 32)
+    scales = (np.abs(blocks).max(-1) / np.float32(127)).astype(np.float32)
+    quants = np.rint(blocks / scales[..., None]).astype(np.int8)
+    stride = record_stride(num_rows)
+    memory = np.zeros(stride * blocks.shape[1] + 16 * RECORD_BYTES, np.uint8)
+    for row, block in np.ndindex(scales.shape):
+        record = memory[block * stride + row * RECORD_BYTES :][:RECORD_BYTES]
+        whole = quants[row, block].astype(np.int32)
+        record[:32] = quants[row, block].view(np.uint8)
+        record[32:36].view(np.float32)[:] = scales[row, block]
+        record[36:40].view(np.float32)[:] = scales[row, block] * whole.sum()
+        record[40:44].view(np.int32)[:] = -8 * whole.sum()
+        record[44:48].view(np.float32)[:] = scales[row, block] * whole[16:].sum()
+    return memory, (quants * scales[..., None]).reshape(num_rows, -1)
+
+
+def run(kernels: Kernels, name: str, tensor: Tensor, rows: np.ndarray, num_tiles: int) -> np.ndarray:
+    """Out = 1 + rows @ weights.T for the first tiles, by one call."""
+    kind = runtime_kind(tensor.ggml_type)
+    arena, matrix = packed(tensor, has_unsigned_dot=kernels.has_unsigned_dot)
+    if kind in FLOAT_BYTES:
+        memory, stride = rows, rows.strides[0]
+    else:
+        memory, stride = records_of(rows)[0], record_stride(len(rows))
+    out = np.zeros((len(rows), 16 * num_tiles), np.float32)
+    base = np.ones_like(out)
+    tile_bytes = matrix.num_blocks * block_bytes(kind)
+    kernels.call(
+        name, arena.ctypes.data, tile_bytes, matrix.num_blocks, memory.ctypes.data, stride,
+        out.ctypes.data, out.strides[0], base.ctypes.data, base.strides[0],
+    )  # fmt: skip
+    return out
+
+
+@pytest.fixture(scope="module")
+def activations() -> np.ndarray:
+    return np.random.default_rng(5).normal(size=(4, INPUTS)).astype(np.float32)
+
+
+@pytest.mark.parametrize("isa", list(Isa))
+def test_a_kernel_multiplies_rows_with_dequantised_weights(isa: Isa, activations: np.ndarray) -> None:
+    target = restricted_target(isa)
+    if not can_run(target):
+        pytest.skip(f"this machine cannot run {isa.value}")
+    library = Library(target)
+    for kind in WeightKind:
+        make = float_kernel if kind in FLOAT_BYTES else quantised_kernel
+        make(library, kind, 2, 4)
+    kernels = Kernels(library)
+    for kind, name in zip(WeightKind, kernels.names, strict=True):
+        tensor = tensor_of(TYPES.get(kind) or GgmlType[kind.name])
+        found = run(kernels, name, tensor, activations, 2)
+        meant = activations if kind in FLOAT_BYTES else records_of(activations)[1]
+        weights = dequantise(tensor.data, tensor.ggml_type, tensor.shape)[:32]
+        expected = 1 + meant.astype(np.float64) @ weights.T.astype(np.float64)
+        # Scales of 6-bit weights are rounded to float16; everything else differs by float32 sums only.
+        tolerance = 2e-3 if kind is WeightKind.U8_HALVES else 2e-5
+        assert np.abs(found - expected).max() < tolerance * np.abs(expected).max(), kind.name
+
+
+@pytest.mark.parametrize("kind", list(WeightKind), ids=lambda kind: kind.name)
+def test_a_row_has_the_same_bits_in_every_tile_size(kind: WeightKind) -> None:
+    target = next(t for t in map(restricted_target, Isa) if can_run(t))
+    library = Library(target)
+    make = float_kernel if kind in FLOAT_BYTES else quantised_kernel
+    sizes = list(itertools.product((1, 2), (1, 2, 4)))
+    for tiles, rows in sizes:
+        make(library, kind, tiles, rows)
+    kernels = Kernels(library)
+    tensor = tensor_of(TYPES.get(kind) or GgmlType[kind.name])
+    values = np.random.default_rng(5).normal(size=(4, INPUTS)).astype(np.float32)
+    results = [
+        run(kernels, name, tensor, np.ascontiguousarray(values[:rows]), tiles)
+        for name, (tiles, rows) in zip(kernels.names, sizes, strict=True)
+    ]
+    for result in results:
+        shared = result[0, :16]
+        assert np.array_equal(shared, results[0][0])
+
+
+@pytest.mark.parametrize(
+    ("isa", "instruction"),
+    [
+        (Isa.AVX512_VNNI, "vpdpbusd"),
+        (Isa.AVX_VNNI, "vpdpbusd"),
+        (Isa.AVX2, "vpmaddubsw"),
+        (Isa.NEON_DOT, "sdot"),
+    ],
+)
+def test_the_dot_product_is_the_instruction_of_its_set(isa: Isa, instruction: str) -> None:
+    library = Library(restricted_target(isa))
+    quantised_kernel(library, WeightKind.S8, 1, 2)
+    kernels = Kernels(library)
+    # Eight dot products of four inputs for each of two rows, of 64 bytes: some are split.
+    assert kernels.assembly.count(instruction) >= 16
+
+
+@pytest.mark.parametrize("isa", [isa for isa in Isa if can_run(restricted_target(isa))])
+def test_halves_survive_a_round_trip(isa: Isa) -> None:
+    library = Library(restricted_target(isa))
+
+    @library.kernel(ADDRESS, ADDRESS)
+    def widen(e: Emitter, source: Value, place: Value) -> None:
+        e.store(e.load_halves(source), place, 4)
+
+    @library.kernel(ADDRESS, ADDRESS)
+    def narrow(e: Emitter, source: Value, place: Value) -> None:
+        e.store_halves(e.load_floats(source), place)
+
+    kernels = Kernels(library)
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    halves = np.ascontiguousarray(halves[np.isfinite(halves)])
+    wide, back = np.zeros(16, np.float32), np.zeros(16, np.float16)
+    for first in range(0, len(halves), 16 * 37):
+        part = np.ascontiguousarray(halves[first : first + 16])
+        kernels.call(kernels.names[0], part.ctypes.data, wide.ctypes.data)
+        assert np.array_equal(wide, part.astype(np.float32))
+        between = wide * np.float32(1 + 2**-11) + np.float32(1e-9)
+        kernels.call(kernels.names[1], between.ctypes.data, back.ctypes.data)
+        assert np.array_equal(back, np.clip(between, -65504, 65504).astype(np.float16))
