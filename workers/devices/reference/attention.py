@@ -212,15 +212,16 @@ class PagedAttention:
         queries: NDArray[np.float32],
         out: NDArray[np.float32],
     ) -> None:
-        shape = (self._kv_heads, group.num_sequences, group.num_queries)
-        count, size = int(np.prod(shape)), self._head_size
-        q = self._queries[: count * size].reshape(*shape, size)
-        # [sequences, rows of each, kv heads, group heads, head] to [kv heads, sequences, queries, head]
+        used, size = group.used, self._head_size
+        padded = (self._kv_heads, group.num_sequences, group.num_queries)
+        shape = (self._kv_heads, group.num_sequences, used)
+        q = self._queries[: int(np.prod(padded)) * size].reshape(*padded, size)
+        # [sequences, rows of each, kv heads, group heads, head] to [kv heads, sequences, queries, head];
+        # what lies in the padding queries is never read, so the elementwise work leaves them out.
         picked = queries[group.rows, :, group.heads]
         picked = picked.reshape(group.num_sequences, -1, *picked.shape[1:])
-        q[:, :, : group.used] = picked.transpose(2, 0, 1, 3, 4).reshape(*shape[:2], group.used, size)
-        q *= scale
-        sums = self._sums[: count * size].reshape(*shape, size)
+        np.multiply(picked.transpose(2, 0, 1, 3, 4).reshape(*shape, size), scale, out=q[:, :, :used])
+        sums = self._sums[: int(np.prod(shape)) * size].reshape(*shape, size)
         sums.fill(0)
         best = np.full(shape, -np.inf, np.float32)
         total = np.zeros(shape, np.float32)
@@ -232,10 +233,11 @@ class PagedAttention:
                 np.copyto(values, 0, where=tile.unwritten[None, :, :, None])
             inner = (self._kv_heads, active, group.num_queries)
             inner_count = int(np.prod(inner))
-            scores = self._scores[: inner_count * TILE_TOKENS].reshape(*inner, TILE_TOKENS)
-            np.matmul(q[:, :active], keys.swapaxes(2, 3), out=scores)
+            padded_scores = self._scores[: inner_count * TILE_TOKENS].reshape(*inner, TILE_TOKENS)
+            np.matmul(q[:, :active], keys.swapaxes(2, 3), out=padded_scores)
+            scores = padded_scores[:, :, :used]
             if tile.hidden is not None:
-                np.copyto(scores, -np.inf, where=tile.hidden[None])
+                np.copyto(scores, -np.inf, where=tile.hidden[None, :, :used])
             new_best = np.maximum(best[:, :active], scores.max(axis=-1))
             shrink = np.exp(best[:, :active] - new_best)
             scores -= new_best[..., None]
@@ -244,9 +246,9 @@ class PagedAttention:
             total[:, :active] *= shrink
             total[:, :active] += scores.sum(axis=-1)
             products = self._products[: inner_count * size].reshape(*inner, size)
-            np.matmul(scores, values, out=products)
+            np.matmul(padded_scores, values, out=products)
             sums[:, :active] *= shrink[..., None]
-            sums[:, :active] += products
+            sums[:, :active] += products[:, :, :used]
         sums /= total[..., None]
-        done = sums[:, :, : group.used].reshape(self._kv_heads, len(group.rows), -1, size)
+        done = sums.reshape(self._kv_heads, len(group.rows), -1, size)
         out[group.rows, :, group.heads] = done.transpose(1, 0, 2, 3)
