@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from ds4.api.answers import Collected, Identity, collect_answer, stream_answer
-from ds4.api.choices import Choice, Choices, Piece, TokenText, open_choices
+from ds4.api.choices import Choice, Choices, Job, Piece, TokenText, make_job, open_choices
 from ds4.api.exchange import Exchange
 from ds4.api.sse import MARK, FrameTemplate, event
 from ds4.api.state import ServedModel
@@ -38,19 +38,19 @@ _PARAM: Final = "messages"
 async def chat_completions(exchange: Exchange) -> None:
     """The route."""
     model = exchange.state.model
-    request, plan, prompt = await exchange.prepare(lambda body: _prepare(model, body))
-    with open_choices(exchange, [prompt], plan, _PARAM) as choices:
+    request, job = await exchange.prepare(lambda body: _prepare(model, body))
+    with open_choices(exchange, job) as choices:
         identity = Identity(exchange, "chatcmpl-", request.model)
-        if plan.stream:
-            await _stream(exchange, choices, plan, identity)
+        if job.plan.stream:
+            await _stream(exchange, choices, job.plan, identity)
         else:
             await exchange.reply(_document(choices, await collect_answer(choices), identity))
 
 
-def _prepare(model: ServedModel, body: bytes) -> tuple[ChatRequest, Plan, list[int]]:
+def _prepare(model: ServedModel, body: bytes) -> tuple[ChatRequest, Job]:
     request = decode_chat(body)
     plan = plan_chat(request, model.defaults, model.vocabulary)
-    return request, plan, chat_prompt(model, request)
+    return request, make_job([chat_prompt(model, request)], plan, _PARAM)
 
 
 def chat_prompt(model: ServedModel, request: ChatRequest) -> list[int]:

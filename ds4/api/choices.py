@@ -52,11 +52,25 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     finish: str = ""
 
 
+class Job(msgspec.Struct, frozen=True):
+    """What a request asks of the worker: prompts as ids, and the plan for each. `param` names the prompt."""
+
+    prompts: list[list[int]]
+    plan: Plan
+    matcher: StopMatcher | None
+    param: str
+
+
+def make_job(prompts: list[list[int]], plan: Plan, param: str) -> Job:
+    """The costly parts made once, off the loop for large bodies. Raises RequestError for the stops."""
+    return Job(prompts, plan, StopMatcher(plan.stops) if plan.stops else None, param)
+
+
 class Choice:
     """One sequence of a request. Read by one task."""
 
     def __init__(
-        self, index: int, prompt_index: int, generation: Generation | None, plan: Plan, tokenizer: Tokenizer
+        self, index: int, prompt_index: int, generation: Generation | None, job: Job, tokenizer: Tokenizer
     ) -> None:
         self.index = index
         self.prompt_index = prompt_index
@@ -65,11 +79,11 @@ class Choice:
         self.first_token_s = 0.0
         self.last_token_s = 0.0
         self._generation = generation
-        self._plan = plan
+        self._plan = job.plan
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
-        self._matcher = StopMatcher(plan.stops) if plan.stops else None
-        self.wants_tokens = plan.sampling.num_logprobs >= 0
+        self._matcher = job.matcher.fresh() if job.matcher is not None else None
+        self.wants_tokens = job.plan.sampling.num_logprobs >= 0
         self._held: deque[TokenText] = deque()
         self._num_characters = 0  # detokenized, shown or not
         self._num_shown = 0
@@ -221,15 +235,14 @@ class Choices:
 
 
 @contextlib.contextmanager
-def open_choices(
-    exchange: Exchange, prompts: Sequence[Sequence[int]], plan: Plan, param: str
-) -> Iterator[Choices]:
+def open_choices(exchange: Exchange, job: Job) -> Iterator[Choices]:
     """Hand every choice of every prompt to the worker: all, or none.
 
     Whatever still runs when the block is left, or when the client goes away, is cancelled. Raises
     RequestError, ContextOverflowError, BusyError, DrainingError, RingUnavailableError.
     """
     state, engine = exchange.state, exchange.state.engine
+    prompts, plan, param = job.prompts, job.plan, job.param
     if len(prompts) * plan.num_choices > engine.max_generations:
         raise RequestError(
             f"{len(prompts)} prompts with n={plan.num_choices} are more sequences than this server "
@@ -252,7 +265,7 @@ def open_choices(
             generation = None
             if request.max_tokens > 0:
                 generation = engine.generate(request, prompt, exchange.request_id)
-            opened.append(Choice(len(opened), prompt_index, generation, plan, state.model.tokenizer))
+            opened.append(Choice(len(opened), prompt_index, generation, job, state.model.tokenizer))
         engine.metrics.add("ds4_prompt_tokens_total", choices.num_prompt_tokens)
         for prompt in prompts:
             engine.metrics.observe("ds4_request_prompt_tokens", len(prompt))

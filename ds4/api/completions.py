@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from ds4.api.answers import Collected, Identity, collect_answer, stream_answer
-from ds4.api.choices import Choice, Choices, Piece, TokenText, open_choices
+from ds4.api.choices import Choice, Choices, Job, Piece, TokenText, make_job, open_choices
 from ds4.api.exchange import Exchange
 from ds4.api.sse import MARK, FrameTemplate, event
 from ds4.api.state import ServedModel
@@ -35,23 +35,24 @@ _PARAM: Final = "prompt"
 async def completions(exchange: Exchange) -> None:
     """The route."""
     model = exchange.state.model
-    request, plan, prompts = await exchange.prepare(lambda body: _prepare(model, body))
-    echoes = _echoes(model, request, prompts)
-    with open_choices(exchange, prompts, plan, _PARAM) as choices:
+    request, job = await exchange.prepare(lambda body: _prepare(model, body))
+    echoes = _echoes(model, request, job.prompts)
+    with open_choices(exchange, job) as choices:
         identity = Identity(exchange, "cmpl-", request.model)
-        if plan.stream:
-            await _stream(exchange, choices, plan, identity, echoes)
+        if job.plan.stream:
+            await _stream(exchange, choices, job.plan, identity, echoes)
         else:
             document = _document(choices, await collect_answer(choices), identity, echoes)
             await exchange.reply(document)
 
 
-def _prepare(model: ServedModel, body: bytes) -> tuple[CompletionRequest, Plan, list[list[int]]]:
+def _prepare(model: ServedModel, body: bytes) -> tuple[CompletionRequest, Job]:
     request = decode_completion(body)
     plan = plan_completion(request, model.defaults, model.vocabulary)
     add_special = request.add_special_tokens is not False
     prompts = prompts_of(request, model.vocabulary.size)
-    return request, plan, [prompt_ids(model, prompt, add_special=add_special) for prompt in prompts]
+    ids = [prompt_ids(model, prompt, add_special=add_special) for prompt in prompts]
+    return request, make_job(ids, plan, _PARAM)
 
 
 def prompt_ids(model: ServedModel, prompt: Prompt, *, add_special: bool) -> list[int]:

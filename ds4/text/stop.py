@@ -8,6 +8,7 @@ complete first, reading character by character, and of those complete at the sam
 longest. The text before it is the answer.
 """
 
+import copy
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
@@ -36,6 +37,12 @@ class StopMatcher:
         for stop in stops:
             self._add(stop)
         self._link()
+
+    def fresh(self) -> "StopMatcher":
+        """A matcher for another stream: the same automaton, which is not built again."""
+        other = copy.copy(self)
+        other._state, other._held, other._stopped = 0, "", False
+        return other
 
     def _add(self, stop: str) -> None:
         state = 0

@@ -104,6 +104,17 @@ def test_a_stop_string_frees_the_slot_at_once(tmp_path: Path) -> None:
     with_front(tmp_path, scenario, "ab" + "c" * 400)
 
 
+def test_every_choice_watches_for_the_stop_on_its_own(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        for answer in (
+            (await front.chat(n=3, stop=["bc"])).json(),
+            (await front.chat(n=3, stop="bc")).json(),
+        ):
+            assert [each["message"]["content"] for each in answer["choices"]] == ["aab"] * 3
+
+    with_front(tmp_path, scenario, "aabbcc")
+
+
 def test_min_tokens_holds_stop_strings_off(tmp_path: Path) -> None:
     async def scenario(front: Front) -> None:
         answer = (await front.chat(stop="b", min_tokens=3)).json()

@@ -90,3 +90,12 @@ def test_stops_too_long_to_watch_are_the_clients_fault() -> None:
     with pytest.raises(RequestError) as caught:
         StopMatcher(["a" * (MAX_STOP_CHARS // 2 + 1)] * 2)
     assert caught.value.param == "stop"
+
+
+def test_a_fresh_matcher_shares_nothing_that_changes() -> None:
+    first = StopMatcher(["ab"])
+    assert first.push("xa") == ("x", None)
+    second = first.fresh()
+    assert second.push("b") == ("b", None)
+    assert first.push("b") == ("", "ab")
+    assert first.fresh().push("cab") == ("c", "ab")
