@@ -64,7 +64,8 @@ def best(logits: NDArray[np.float32], k: int) -> Candidates:
         counts = np.where(complete, counts, 0)
     keys = np.full((num_rows, max(int(counts.max()), k)), _NO_CANDIDATE, np.uint64)
     columns = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
-    keys[rows, columns] = sort_keys(logits.reshape(-1)[flat], flat - rows * vocab)
+    ids = flat - rows * vocab
+    keys[rows, columns] = sort_keys(logits[rows, ids], ids)
     keys.sort(axis=1)
     keys = keys[:, :k]
     missing = keys == _NO_CANDIDATE

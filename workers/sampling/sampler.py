@@ -58,8 +58,8 @@ class HostSampler:
     ) -> None:
         """Draw one token per row into `result` and count it.
 
-        logits [n, vocab_size] float32, C-contiguous, only read; seats [n], each at most once; positions
-        [n]: the position in its sequence that the drawn token will have.
+        logits [n, vocab_size] float32, only read; rows are contiguous and may be padded at their ends.
+        seats [n], each at most once; positions [n]: where in its sequence the drawn token will stand.
         """
         num_rows = len(seats)
         result.num_samples = num_rows

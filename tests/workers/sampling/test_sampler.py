@@ -282,6 +282,16 @@ def test_a_failed_row_is_not_counted() -> None:
     assert result.token_ids[0] == 0
 
 
+def test_padding_between_rows_changes_nothing() -> None:
+    rng = np.random.default_rng(8)
+    padded = (rng.standard_normal((len(MIXED), 1024)) * 2).astype(np.float32)
+    padded[:, 1001:] = 1e9
+    params = [seat_params(sampling, [4, 5, 6], 2) for sampling in MIXED]
+    packed, view = run(padded[:, :1001].copy(), params), run(padded[:, :1001], params)
+    assert tokens(packed) == tokens(view)
+    assert packed.logprobs.tolist() == view.logprobs.tolist()
+
+
 def test_an_empty_step_is_answered() -> None:
     sampler, result = HostSampler(1, 40), StepResult(1)
     none = np.zeros(0, np.int32)
