@@ -38,6 +38,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # engine
     device: str = "auto"
     threads: int = 0
+    gpu_memory_fraction: float = 0.9
+    batch_invariant: bool = False
     # processes
     front_ends: int = 0
     max_front_ends: int = 16
@@ -182,6 +184,18 @@ TABLE: Final[tuple[Setting, ...]] = (
     Setting(name="device", choices=("auto", "cuda", "cpu", "reference"), help="engine that runs the model"),
     Setting(
         name="threads", parse=_whole, low=0, high=1024, help="threads of the CPU engine; 0: physical cores"
+    ),
+    Setting(
+        name="gpu_memory_fraction",
+        parse=_number,
+        low=0.05,
+        high=0.99,
+        help="share of the GPU's memory that weights, KV cache and buffers may take together",
+    ),
+    Setting(
+        name="batch_invariant",
+        parse=_non_empty,
+        help="only GPU kernels whose results do not depend on who shares a step (any non-empty value); slower",
     ),
     Setting(
         name="front_ends",
