@@ -95,18 +95,16 @@ class ReferenceDevice:
             self._dense[tensor.name] = dequantise(tensor.data, tensor.ggml_type, tensor.shape)
         return self._dense[tensor.name]
 
-    def _matmul(self, *tensors: Tensor, max_rows: int) -> FixedOrderMatmul:
+    def _matmul(self, *tensors: Tensor) -> FixedOrderMatmul:
         """One product with the rows of all `tensors`."""
         parts = [self._widen(tensor) for tensor in tensors]
-        weight = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        if len(parts) > 1:
-            for tensor in tensors:
-                del self._dense[tensor.name]
-        return FixedOrderMatmul(weight, max_rows, self._call_sizes)
+        for tensor in tensors:
+            del self._dense[tensor.name]
+        weight = np.ascontiguousarray(np.concatenate(parts).T)
+        return FixedOrderMatmul(weight, self._limits.max_rows, self._call_sizes)
 
     def _load(self, operation: Operation) -> Callable[[], None]:
         """The operation as a call without arguments."""
-        rows, samples = self._limits.max_rows, self._limits.max_seats
         match operation:
             case Embed():
                 return partial(self._embed, self._widen(operation.table), _F32(operation.scale))
@@ -122,24 +120,26 @@ class ReferenceDevice:
                     )
                 ]
                 bias = np.concatenate(biases)
-                product = self._matmul(operation.q, operation.k, operation.v, max_rows=rows)
+                product = self._matmul(operation.q, operation.k, operation.v)
                 return partial(self._qkv_matmul, product, bias if bias.any() else None)
             case RopeAppend():
                 return partial(self._rope_append, operation, *self._rotation(operation))
             case Attention():
                 return partial(self._attend, operation)
             case OutputMatmul():
-                product = self._matmul(operation.weight, max_rows=rows)
+                product = self._matmul(operation.weight)
                 return partial(self._matmul_add, product, self._attn)
             case GateUpMatmul():
-                product = self._matmul(operation.gate, operation.up, max_rows=rows)
+                product = self._matmul(operation.gate, operation.up)
                 return partial(self._gate_up_matmul, product)
             case DownMatmul():
-                product = self._matmul(operation.weight, max_rows=rows)
+                product = self._matmul(operation.weight)
                 return partial(self._matmul_add, product, self._act)
             case Logits():
                 weight = self._widen(operation.norm_weight)
-                product = self._matmul(operation.weight, max_rows=samples)
+                # Not copied: the table of a tied head is the embedding's too.
+                head = self._widen(operation.weight).T
+                product = FixedOrderMatmul(head, self._limits.max_seats, self._call_sizes)
                 return partial(self._logits_matmul, product, weight, operation.eps)
 
     def _rotation(self, rope: RopeAppend) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

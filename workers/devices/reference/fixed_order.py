@@ -69,18 +69,22 @@ def cover(num_rows: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class FixedOrderMatmul:
-    """`out = x @ weight.T` for the first rows of fixed buffers. Owns its float32 weight, [outputs, inputs]."""
+    """`out = x @ weight` for the first rows of fixed buffers. Owns its weight."""
 
     def __init__(
         self, weight: NDArray[np.float32], max_rows: int, known_sizes: dict[tuple[int, ...], tuple[int, ...]]
     ) -> None:
-        """`known_sizes` remembers the sizes by shape and `max_rows`, so that equal layers are probed once."""
-        self._transposed = weight.T
-        key = (*weight.shape, max_rows)
+        """`weight` [inputs, outputs] float32, in memory either way round: the BLAS reads a layer's weight
+        a third faster as it is written here, and a very wide one the other way.
+
+        `known_sizes` remembers the sizes by layout and `max_rows`, so that equal layers are probed once.
+        """
+        self._weight = weight
+        key = (*weight.shape, *weight.strides, max_rows)
         if key not in known_sizes:
             known_sizes[key] = agreeing_sizes(
-                lambda x: np.matmul(x, self._transposed),
-                weight.shape[1],
+                lambda x: np.matmul(x, self._weight),
+                weight.shape[0],
                 max_size=min(MAX_BLOCK_ROWS, 1 << (max_rows - 1).bit_length()),
             )
         self.sizes = known_sizes[key]
@@ -91,4 +95,4 @@ class FixedOrderMatmul:
         Rows of `out` past `num_rows` are overwritten with values without meaning.
         """
         for start, size in cover(num_rows, self.sizes):
-            np.matmul(x[start : start + size], self._transposed, out=out[start : start + size])
+            np.matmul(x[start : start + size], self._weight, out=out[start : start + size])

@@ -69,10 +69,11 @@ def test_large_batches_use_large_calls() -> None:
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (281, 64), (64, 1536), (1000, 40)])
-def test_a_row_has_the_same_bits_alone_and_in_every_batch(outputs: int, inputs: int) -> None:
+@pytest.mark.parametrize("order", ["inputs first", "outputs first"])
+def test_a_row_has_the_same_bits_alone_and_in_every_batch(outputs: int, inputs: int, order: str) -> None:
     rng = np.random.default_rng(6)
     weight = rng.standard_normal((outputs, inputs), np.float32)
-    product = FixedOrderMatmul(weight, 512, {})
+    product = FixedOrderMatmul(weight.T if order == "outputs first" else weight.T.copy(), 512, {})
     x = np.zeros((512 + MAX_BLOCK_ROWS, inputs), np.float32)
     out = np.zeros((512 + MAX_BLOCK_ROWS, outputs), np.float32)
     rows = rng.standard_normal((400, inputs), np.float32)
