@@ -123,7 +123,7 @@ def read_config(model: ModelFile) -> DecoderConfig:
             max_context_tokens=model.max_context_tokens,
         ),
         norm_eps=norm_eps,
-        attention_scale=model.get_float(model.key("attention.scale"), 0.0) or head_size**-0.5,
+        attention_scale=head_size**-0.5,
         rotary_size=rotary_size,
         inverse_frequencies=inverse_frequencies,
         rope_magnitude=magnitude,

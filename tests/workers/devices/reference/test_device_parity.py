@@ -1,4 +1,4 @@
-"""The real embedded model: llama.cpp's greedy tokens, and the same bits alone and among 31 others."""
+"""Against llama.cpp: greedy tokens of the real embedded model, logits of every variant of the llama program."""
 
 import json
 from pathlib import Path
@@ -11,15 +11,17 @@ from numpy.typing import NDArray
 from ds4.model_file import ModelFile
 from tests.support.device_driver import DeviceDriver, small_limits
 from tests.support.embedded_model import embedded_model
+from tests.support.tiny_model import write_tiny_model
+from tests.vectors.make_logits import SHOWN_IDS, VARIANTS, prompt
 from workers.devices.reference.device import ReferenceDevice
 from workers.model.registry import load_program
 
-VECTORS: Final = Path(__file__).parents[3] / "vectors" / "greedy_smollm2.json"
+VECTORS: Final = Path(__file__).parents[3] / "vectors"
 
 
 @pytest.fixture(scope="module")
 def cases() -> list[dict[str, Any]]:
-    document = json.loads(VECTORS.read_text())
+    document = json.loads((VECTORS / "greedy_smollm2.json").read_text())
     found: list[dict[str, Any]] = document["cases"]
     return found
 
@@ -90,3 +92,16 @@ def test_a_request_has_the_same_bits_alone_and_among_31_others(
         driver.decode(range(32))
         among.append(bits(seat))
     assert among == alone
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_of_every_variant_are_those_of_llama_cpp(tmp_path: Path, variant: str) -> None:
+    path = write_tiny_model(tmp_path / "tiny.gguf", quant="F32", **VARIANTS[variant])
+    limits = small_limits(max_seats=2)
+    device = ReferenceDevice(load_program(ModelFile.open(path)), limits, threads=1)
+    driver = DeviceDriver(device, limits)
+    driver.seat(1)
+    driver.step({1: prompt()})
+    expected = json.loads((VECTORS / "logits_tiny.json").read_text())[variant]
+    # Measured differences are up to 2e-5; the vectors have four decimals.
+    np.testing.assert_allclose(device.logits()[0, list(SHOWN_IDS)], expected, rtol=0, atol=2e-4)
