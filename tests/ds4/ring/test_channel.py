@@ -43,7 +43,9 @@ def test_a_refused_submission_costs_no_slot(tmp_path: Path) -> None:
             front_end.submit(bytes(layout.MAX_PARAMS_BYTES + 1), prompt())
         assert front_end.num_free_slots == SMALL.slots_per_front_end
         assert worker.num_pending == 0
-        for _ in range(SMALL.slots_per_front_end):
+        front_end.submit(b"", prompt())
+        assert worker.num_pending == 1
+        for _ in range(SMALL.slots_per_front_end - 1):
             front_end.submit(b"", prompt())
         with pytest.raises(RingFullError):
             front_end.submit(b"", prompt())

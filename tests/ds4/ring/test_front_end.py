@@ -188,6 +188,23 @@ def test_whoever_leaves_last_clears_what_the_killed_left(tmp_path: Path, order: 
     asyncio.run(run())
 
 
+def test_prompts_go_with_their_front_end_though_the_worker_is_dead_and_others_stay(tmp_path: Path) -> None:
+    async def run() -> None:
+        directory = tmp_path / "ring"
+        worker = make_worker(directory)
+        leaving = await make_front_end(directory, worker)
+        staying = await make_front_end(directory, worker)
+        leaving.submit(b"", prompt(5000))
+        staying.submit(b"", prompt(5000))
+        kill(worker)
+        await leaving.close()
+        assert [name[0] for name in os.listdir(directory / "prompts")] == ["1"]
+        await staying.close()
+        assert os.listdir(directory) == []
+
+    asyncio.run(run())
+
+
 def test_a_worker_of_another_version_stops_the_start(tmp_path: Path) -> None:
     async def run() -> None:
         worker = make_worker(tmp_path / "ring")

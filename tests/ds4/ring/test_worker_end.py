@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds4.errors import ConfigError, ErrorCode, RingError
+from ds4.errors import ConfigError, ErrorCode, RingError, RingUnavailableError
 from ds4.generation import FinishReason, GenerationEnd
 from ds4.ring import layout
 from ds4.ring.front_end import FrontEndRing
@@ -284,6 +284,8 @@ def test_a_misbehaving_front_end_is_cut_off_alone(tmp_path: Path, fault: str) ->
         assert polled.submissions == []
         assert polled.cancelled == []
         assert not is_attached(bad)
+        with pytest.raises(RingUnavailableError):
+            bad.submit(b"", prompt())  # before it even noticed
         publish(worker, [theirs], [4], {0: STOP})
         assert await read_all(theirs) == ([4], STOP)
         bad.check()  # comes back with a new nonce
@@ -458,6 +460,9 @@ def test_a_sleeping_worker_with_blocked_rows_is_rung_when_they_may_go_on(tmp_pat
             publish(worker, [stream], [sent])
             sent += 1
         assert sent >= 4
+        if cause == "credit":  # the room is there: only the grant can wake it
+            await until(lambda: len(stream._events) == sent)
+            assert not worker.writable(slots)[0]
         sleeping = await fall_asleep(worker)
         events, _ = await asyncio.wait_for(stream.read(), 20)
         assert [event.token_id for event in events] == list(range(sent))
@@ -468,6 +473,35 @@ def test_a_sleeping_worker_with_blocked_rows_is_rung_when_they_may_go_on(tmp_pat
         worker.close()
 
     asyncio.run(run())
+
+
+def test_credit_that_came_while_awake_keeps_the_worker_from_sleeping(tmp_path: Path) -> None:
+    async def run() -> None:
+        worker = make_worker(tmp_path / "ring")
+        front_end = await make_front_end(tmp_path / "ring", worker, window=2)
+        stream = front_end.submit(b"", prompt())
+        worker.poll()
+        publish(worker, [stream], [1])
+        publish(worker, [stream], [2])
+        assert not worker.writable(array(stream.slot))[0]
+        worker._bell.drain()
+        await stream.read()
+        assert not worker._bell.wait(0.0)  # it was awake: nobody rang
+        sleeping = asyncio.get_running_loop().run_in_executor(None, worker.sleep, 60.0)
+        await asyncio.wait_for(sleeping, 20)
+        await front_end.close()
+        worker.close()
+
+    asyncio.run(run())
+
+
+def test_a_ring_wakes_the_worker_once(tmp_path: Path) -> None:
+    worker = make_worker(tmp_path / "ring")
+    worker.wake()
+    worker.wake()
+    worker.sleep(3600.0)
+    assert not worker._bell.wait(0.0)
+    worker.close()
 
 
 def test_sleep_does_not_spin_for_a_blocked_row_that_is_gone(tmp_path: Path) -> None:
@@ -494,10 +528,11 @@ def test_close_leaves_nothing_and_front_ends_notice_at_once(tmp_path: Path) -> N
         stream = front_end.submit(b"", prompt(4000))
         assert front_end._timer is not None
         front_end._timer.cancel()  # the bell alone must tell
-        worker.close()
-        with pytest.raises(RingError):
+        worker.set_state(WorkerState.RETIRED)
+        with pytest.raises(RingError, match="left"):
             await asyncio.wait_for(stream.read(), 20)
         assert front_end.worker_state is None
+        worker.close()
         await front_end.close()
         assert os.listdir(directory) == []
 
