@@ -1,0 +1,308 @@
+"""The GPU through CuPy: the only module of the product that imports it.
+
+Owns: the CUDA context, one stream, compiled modules, all memory it hands out. Runs in: the worker's
+thread, after exec (a context does not survive fork). Source: CuPy 13 and 14.
+
+Of CuPy only its thin parts are used: allocation, RawModule, streams, events, graphs and the runtime's
+asynchronous copies. No array arithmetic, so nothing compiles or launches behind our back. Parts of the
+array API refuse to work while a graph is captured; `runtime.memcpyAsync` with a raw address is what
+they are made of, and is never called then.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import cupy
+import cupyx
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ds4.errors import ConfigError
+from workers.devices.cuda.backend import Argument, DeviceArray, Event, Graph
+from workers.devices.cuda.driver import Driver
+from workers.devices.interface import DeviceFaultError
+from workers.kernels.sources import Kernel, ParameterKind, compile_options, parameters, source_text
+
+_RUNTIME: Final = cupy.cuda.runtime
+_ERRORS: Final = (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)
+_OUT_OF_MEMORY: Final = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
+_HOST_TO_DEVICE: Final = 1  # cudaMemcpyKind
+_DEVICE_TO_HOST: Final = 2
+_PLAIN_SHARED_BYTES: Final = 48 * 1024  # what a block gets without asking
+_WHOLE: Final = {
+    ParameterKind.INT32: np.int32,
+    ParameterKind.UINT32: np.uint32,
+    ParameterKind.UINT64: np.uint64,
+}
+
+
+@contextmanager
+def _faults(what: str) -> Iterator[None]:
+    """CUDA's errors as ours: memory that ran out, or a device that must be rebuilt."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except _ERRORS as error:
+        if getattr(error, "status", None) == _OUT_OF_MEMORY:
+            raise MemoryError(f"{what}: {error}") from error
+        raise DeviceFaultError(f"{what}: {error}") from error
+
+
+def _shape(shape: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (shape,) if isinstance(shape, int) else tuple(shape)
+
+
+class _Array:
+    """Memory on the GPU, or a part of it. Keeps its allocation alive."""
+
+    def __init__(self, memory: Any, address: int, shape: tuple[int, ...], dtype: Any) -> None:
+        self._memory = memory
+        self.dtype = np.dtype(dtype)
+        self.shape = shape
+        self.nbytes = int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize
+        self.address = np.uint64(address)  # as a kernel takes it: eight bytes by value
+
+    def part(self, start_byte: int, shape: int | tuple[int, ...], dtype: DTypeLike) -> "_Array":
+        """An array in this one's memory."""
+        part = _Array(self._memory, int(self.address) + start_byte, _shape(shape), dtype)
+        if start_byte % 16 or start_byte + part.nbytes > self.nbytes:
+            raise ValueError(f"bytes {start_byte} to {start_byte + part.nbytes} of {self.nbytes}")
+        return part
+
+
+class _Event:
+    """A mark in the stream."""
+
+    def __init__(self, stream: Any) -> None:
+        self.event = cupy.cuda.Event(disable_timing=True)
+        self.event.record(stream)
+
+    @property
+    def reached(self) -> bool:
+        """Whether the stream is past it."""
+        with _faults("a step"):
+            return bool(self.event.done)
+
+
+class _Graph:
+    """A captured sequence of launches."""
+
+    def __init__(self, graph: Any, num_launches: int) -> None:
+        self.graph = graph
+        self.num_launches = num_launches
+
+
+class CupyBackend:
+    """One stream of the first visible GPU. One owner, the device above it."""
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        self._stream: Any = cupy.cuda.Stream(non_blocking=True)
+        self._stream.use()  # kernels go to the thread's current stream
+        self._modules: dict[tuple[str, tuple[tuple[str, int], ...]], Any] = {}
+        # Entry, parameter kinds and the dynamic shared memory it may use by now.
+        self._functions: dict[Kernel, tuple[Any, tuple[ParameterKind, ...]]] = {}
+        self._shared_limits: dict[Kernel, int] = {}
+        self._num_captured: int | None = None  # None: not capturing
+        properties = _RUNTIME.getDeviceProperties(cupy.cuda.runtime.getDevice())
+        self.gpu_name: Final[str] = properties["name"].decode()
+        self.num_multiprocessors: Final[int] = int(properties["multiProcessorCount"])
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def allocate(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> _Array:
+        """Memory with undefined contents. Raises MemoryError."""
+        shape = _shape(shape)
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        with _faults("allocating"):
+            memory = cupy.cuda.Memory(max(size, 1))
+        return _Array(memory, memory.ptr, shape, dtype)
+
+    def pinned(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """Host memory that asynchronous copies may use."""
+        with _faults("pinning host memory"):
+            array: NDArray[Any] = cupyx.empty_pinned(_shape(shape), dtype)
+        return array
+
+    def upload(self, host: NDArray[Any], device: DeviceArray) -> None:
+        """Queue a copy to the device. The driver stages what is not pinned before the call returns."""
+        self._copy(host, device, _HOST_TO_DEVICE)
+
+    def download(self, device: DeviceArray, host: NDArray[Any]) -> None:
+        """Queue a copy into pinned memory."""
+        self._copy(host, device, _DEVICE_TO_HOST)
+
+    def _copy(self, host: NDArray[Any], device: DeviceArray, kind: int) -> None:
+        assert self._num_captured is None, "no copies while a graph is captured"
+        assert isinstance(device, _Array)
+        if not host.flags.c_contiguous or host.nbytes > device.nbytes:
+            raise ValueError(f"{host.nbytes} bytes do not fit {device.nbytes}, or are not contiguous")
+        target, source = int(device.address), host.ctypes.data
+        if kind == _DEVICE_TO_HOST:
+            target, source = source, target
+        with _faults("copying"):
+            _RUNTIME.memcpyAsync(target, source, host.nbytes, kind, self._stream.ptr)
+
+    def fill(self, device: DeviceArray, byte: int) -> None:
+        """Queue setting every byte."""
+        assert isinstance(device, _Array)
+        with _faults("filling memory"):
+            _RUNTIME.memsetAsync(int(device.address), byte, device.nbytes, self._stream.ptr)
+
+    def memory_info(self) -> tuple[int, int]:
+        """(free, total) bytes."""
+        with _faults("asking for free memory"):
+            free, total = _RUNTIME.memGetInfo()
+        return int(free), int(total)
+
+    # -- kernels -----------------------------------------------------------------------------------
+
+    def prepare(self, kernels: Sequence[Kernel]) -> None:
+        """Compile what CuPy's cache on disk does not hold, and load. Raises ConfigError."""
+        for kernel in kernels:
+            self._function(kernel)
+
+    def _function(self, kernel: Kernel) -> tuple[Any, tuple[ParameterKind, ...]]:
+        found = self._functions.get(kernel)
+        if found is not None:
+            return found
+        key = (kernel.source, kernel.defines)
+        try:
+            if key not in self._modules:
+                self._modules[key] = cupy.RawModule(
+                    code=source_text(kernel.source), options=compile_options(kernel.defines)
+                )
+            function = self._modules[key].get_function(kernel.entry)
+        except _ERRORS as error:
+            raise DeviceFaultError(f"loading {kernel.entry}: {error}") from error
+        except (cupy.cuda.compiler.CompileException, RuntimeError) as error:
+            raise ConfigError(
+                f"the GPU's kernels cannot be compiled ({kernel.source}: {_first_line(error)})",
+                setting="device",
+            ) from error
+        found = function, parameters(kernel.source)[kernel.entry]
+        self._functions[kernel] = found
+        return found
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int, int],
+        block: int,
+        shared_bytes: int,
+        arguments: Sequence[Argument],
+    ) -> None:
+        """Queue one kernel."""
+        function, kinds = self._function(kernel)
+        if len(arguments) != len(kinds):
+            raise TypeError(f"{kernel.entry} takes {len(kinds)} arguments, not {len(arguments)}")
+        if min(grid) < 1:
+            raise ValueError(f"{kernel.entry}: a grid of {grid}")
+        values = tuple(
+            _convert(kernel, kind, argument) for kind, argument in zip(kinds, arguments, strict=True)
+        )
+        with _faults(f"launching {kernel.entry}"):
+            if shared_bytes > self._shared_limits.get(kernel, _PLAIN_SHARED_BYTES):
+                function.max_dynamic_shared_size_bytes = shared_bytes
+                self._shared_limits[kernel] = shared_bytes
+            function(grid, (block,), values, shared_mem=shared_bytes)
+        if self._num_captured is not None:
+            self._num_captured += 1
+
+    # -- graphs ------------------------------------------------------------------------------------
+
+    def begin_capture(self) -> None:
+        """Record launches instead of queueing them."""
+        assert self._num_captured is None
+        with _faults("beginning a capture"):
+            self._stream.begin_capture()
+        self._num_captured = 0
+
+    def end_capture(self) -> _Graph:
+        """What was recorded."""
+        assert self._num_captured is not None
+        num_launches, self._num_captured = self._num_captured, None
+        with _faults("ending a capture"):
+            graph = self._stream.end_capture()
+        return _Graph(graph, num_launches)
+
+    def replay(self, graph: Graph) -> None:
+        """Queue everything the graph holds."""
+        assert isinstance(graph, _Graph)
+        with _faults("launching a graph"):
+            graph.graph.launch(self._stream)
+
+    # -- time --------------------------------------------------------------------------------------
+
+    def record(self) -> _Event:
+        """Mark this point of the stream."""
+        with _faults("recording an event"):
+            return _Event(self._stream)
+
+    def synchronise(self, event: Event | None = None) -> None:
+        """Wait for the mark, or for everything queued."""
+        with _faults("a step"):
+            if event is None:
+                self._stream.synchronize()
+            else:
+                assert isinstance(event, _Event)
+                event.event.synchronize()
+
+    def close(self) -> None:
+        """Drop modules; memory goes when its last array does."""
+        self._functions.clear()
+        self._modules.clear()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _convert(kernel: Kernel, kind: ParameterKind, argument: Argument) -> Any:
+    """The argument with the width its parameter has: CuPy would pass any Python number as eight bytes."""
+    if kind is ParameterKind.POINTER:
+        if argument is None:
+            return np.uint64(0)
+        if isinstance(argument, _Array):
+            return argument.address
+        raise TypeError(f"{kernel.entry}: a pointer is an array or None, not {type(argument).__name__}")
+    if kind is ParameterKind.FLOAT32 and isinstance(argument, int | float | np.floating):
+        return np.float32(argument)
+    if kind is not ParameterKind.FLOAT32 and isinstance(argument, int | np.integer):
+        return _WHOLE[kind](argument)
+    raise TypeError(f"{kernel.entry}: {argument!r} for a {kind.name}")
+
+
+# Each CuPy wheel is for one major version of CUDA; the extras and packages are named after it.
+_PACKAGES: Final = {
+    12: ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12"),
+    13: ("nvidia-cuda-nvrtc", "nvidia-cuda-runtime"),
+}
+
+
+def open_backend(driver: Driver) -> CupyBackend:
+    """The first visible GPU, ready to compile for. Raises ConfigError saying what to install or update."""
+    version = int(_RUNTIME.runtimeGetVersion())
+    major = version // 1000
+    if driver.cuda_version // 1000 < major:
+        raise ConfigError(
+            f"the NVIDIA driver is too old: it runs CUDA {driver.cuda}, the installed CuPy needs {major}.0; "
+            f"update the driver, or install ds4-server[cuda{driver.cuda_version // 1000}] instead",
+            setting="device",
+        )
+    try:
+        cupy.cuda.nvrtc.getVersion()
+    except (RuntimeError, ImportError, OSError) as error:
+        nvrtc, headers = _PACKAGES.get(major, _PACKAGES[13])
+        raise ConfigError(
+            f"CUDA's compiler NVRTC is missing ({_first_line(error)}); "
+            f"pip install {nvrtc} {headers}, or 'ds4-server[cuda{major}]' for all of it",
+            setting="device",
+        ) from error
+    try:
+        return CupyBackend()
+    except (*_ERRORS, DeviceFaultError) as error:
+        raise ConfigError(f"the GPU cannot be used: {_first_line(error)}", setting="device") from error
