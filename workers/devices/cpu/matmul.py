@@ -215,7 +215,7 @@ def make_matmul(library: Library, kind: WeightKind) -> Callable[..., Any]:
             left = num_rows - row
             at = rows + row * (row_stride if is_float else record_bytes)
             to, old = out + row * out_stride, base + row * base_stride
-            if left > some:
+            if left > some and (left <= many or left > 2 * some):  # sixteen rows go better as eight and eight
                 many_kernel(tile, tile_bytes, num_blocks, at, row_stride, to, out_stride, old, base_stride)
                 row += many
             elif left > few:
