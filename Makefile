@@ -61,8 +61,8 @@ check: lint model ## all that CI runs: lint, then the tests with coverage floors
 	@rm -f .coverage .coverage.*
 	@$(BIN)/python -m pytest -n 2 --cov=ds4.ring --cov=workers.scheduler --cov-branch --cov-report= $(ARGS)
 	@echo "== coverage floors"
-	@$(BIN)/coverage report --include='ds4/ring/*' --fail-under=85
-	@$(BIN)/coverage report --include='workers/scheduler/*' --fail-under=90
+	@$(BIN)/coverage report --include='ds4/ring/*' --fail-under=92
+	@$(BIN)/coverage report --include='workers/scheduler/*' --fail-under=95
 
 # The tool that wrote these files is uv; its --universal makes one file for every Python and processor.
 COMPILE := uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --no-annotate \
