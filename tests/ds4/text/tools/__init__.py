@@ -1,0 +1,1 @@
+"""Tests of ds4/text/tools."""
