@@ -33,13 +33,13 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     max_kv_contexts: int = 1
 
 
-def _page_bytes(sizes: Dimensions, kv_value_bytes: int) -> int:
+def page_bytes(sizes: Dimensions, kv_value_bytes: int) -> int:
     """One page of keys and values in all layers."""
     return PAGE_TOKENS * 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_size * kv_value_bytes
 
 
-def _too_small(settings: Settings, context: int, pages: int, page_bytes: int, free: int) -> NoReturn:
-    needed = -(-context // PAGE_TOKENS) * page_bytes
+def _too_small(settings: Settings, context: int, pages: int, page_size: int, free: int) -> NoReturn:
+    needed = -(-context // PAGE_TOKENS) * page_size
     if settings.kv_cache_tokens:
         raise ConfigError(
             f"one session of {context} tokens does not fit a KV cache of {settings.kv_cache_tokens}; "
@@ -48,7 +48,7 @@ def _too_small(settings: Settings, context: int, pages: int, page_bytes: int, fr
         )
     raise ConfigError(
         f"one session of {context} tokens needs {needed // _MIB} MiB of KV cache, but only "
-        f"{pages * page_bytes // _MIB} MiB of {free // _MIB} MiB free memory are left for it; lower --ctx",
+        f"{pages * page_size // _MIB} MiB of {free // _MIB} MiB free memory are left for it; lower --ctx",
         setting="ctx",
     )
 
@@ -66,22 +66,22 @@ def compute_limits(settings: Settings, sizes: Dimensions, need: Need, free_bytes
         )
     context = settings.ctx or trained
     seats = max(1, settings.batched_sessions)
-    page_bytes = _page_bytes(sizes, need.kv_value_bytes)
+    page_size = page_bytes(sizes, need.kv_value_bytes)
     left = max(0, free_bytes - need.weight_bytes - need.buffer_bytes)
     if settings.kv_cache_tokens:
         pages = -(-settings.kv_cache_tokens // PAGE_TOKENS)
-        if pages * page_bytes > left:
+        if pages * page_size > left:
             raise ConfigError(
-                f"a KV cache of {settings.kv_cache_tokens} tokens needs {pages * page_bytes // _MIB} MiB, but "
+                f"a KV cache of {settings.kv_cache_tokens} tokens needs {pages * page_size // _MIB} MiB, but "
                 f"{left // _MIB} MiB are free after the weights; lower --kv-cache-tokens",
                 setting="kv_cache_tokens",
             )
     else:
         every_context = need.max_kv_contexts * seats * -(-context // PAGE_TOKENS)
-        pages = min(every_context, int(left * need.kv_share) // page_bytes)
+        pages = min(every_context, int(left * need.kv_share) // page_size)
     if pages * PAGE_TOKENS < context:
         if settings.ctx or pages * PAGE_TOKENS < min(_MIN_CONTEXT_TOKENS, trained):
-            _too_small(settings, context, pages, page_bytes, free_bytes)
+            _too_small(settings, context, pages, page_size, free_bytes)
         context = pages * PAGE_TOKENS
         log.warning(
             "the context window is cut to what the KV cache holds",
@@ -99,7 +99,7 @@ def compute_limits(settings: Settings, sizes: Dimensions, need: Need, free_bytes
             "sessions": seats,
             "context_tokens": context,
             "kv_cache_tokens": pages * PAGE_TOKENS,
-            "kv_cache_mib": pages * page_bytes // _MIB,
+            "kv_cache_mib": pages * page_size // _MIB,
             "weights_mib": need.weight_bytes // _MIB,
             "buffers_mib": need.buffer_bytes // _MIB,
             "free_mib": free_bytes // _MIB,

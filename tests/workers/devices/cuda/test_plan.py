@@ -1,0 +1,76 @@
+"""How the GPU's memory is split."""
+
+import logging
+
+import pytest
+
+from ds4.config import Settings
+from ds4.errors import ConfigError
+from workers.devices.cuda.plan import RESERVE_BYTES, MemoryPlan, plan_memory
+from workers.model.program import Dimensions
+
+MIB, GIB = 1 << 20, 1 << 30
+PAGE = 2 * MIB  # 16 tokens of the sizes below
+LLAMA_8B = Dimensions(
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_size=128,
+    ffn_size=14336,
+    vocab_size=128256,
+    max_context_tokens=8192,
+)
+
+
+def plan(
+    settings: Settings, *, total: int, free: int | None = None, weights: int = 5 * GIB, buffers: int = GIB
+) -> MemoryPlan:
+    return plan_memory(
+        settings,
+        LLAMA_8B,
+        weight_bytes=weights,
+        buffer_bytes=buffers,
+        kv_value_bytes=2,
+        free_bytes=total - 300 * MIB if free is None else free,
+        total_bytes=total,
+    )
+
+
+def test_the_cache_takes_all_that_the_fraction_leaves() -> None:
+    made = plan(Settings(gpu_memory_fraction=0.75), total=16 * GIB)
+    assert made.budget_bytes == 12 * GIB
+    assert made.limits.num_pages * PAGE == made.kv_bytes == 6 * GIB
+
+
+def test_everything_fits_what_others_left_free() -> None:
+    made = plan(Settings(), total=80 * GIB, free=20 * GIB)
+    assert made.budget_bytes == 20 * GIB - RESERVE_BYTES
+    assert made.weight_bytes + made.buffer_bytes + made.kv_bytes <= made.budget_bytes
+
+
+def test_a_small_model_on_a_large_gpu_keeps_a_few_contexts_a_session() -> None:
+    made = plan(Settings(batched_sessions=4), total=140 * GIB)
+    assert made.limits.num_pages == 4 * 4 * 8192 // 16
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(Settings(), total=6 * GIB)
+    assert caught.value.setting == "gpu_memory_fraction"
+    for number in ("5120 MiB of weights", "1024 MiB of buffers", "5529 MiB", "6144 MiB", "5844 MiB free"):
+        assert number in str(caught.value)
+
+
+def test_a_context_that_does_not_fit_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match="8192 tokens needs 1024 MiB") as caught:
+        plan(Settings(ctx=8192, gpu_memory_fraction=0.9), total=7 * GIB)
+    assert caught.value.setting == "ctx"
+
+
+def test_the_plan_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        plan(Settings(gpu_memory_fraction=0.75), total=16 * GIB)
+    (record,) = [record for record in caplog.records if record.getMessage() == "GPU memory plan"]
+    shown = record.__dict__
+    assert (shown["budget_mib"], shown["weights_mib"], shown["kv_cache_mib"]) == (12288, 5120, 6144)
