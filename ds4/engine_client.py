@@ -317,6 +317,8 @@ class Generation:
             return
         self._error = error
         self._interrupt()
+        # Not left to the worker: it may hang, and this is how requests end when time has run out.
+        self._stream.fail(str(error))
 
     def _interrupt(self) -> None:
         if self._resuming is not None:

@@ -52,6 +52,22 @@ def test_after_the_deadline_the_rest_gets_an_error(tmp_path: Path, stream: bool)
     with_front(tmp_path, scenario, drain_timeout_s=0)
 
 
+def test_a_hung_worker_does_not_keep_clients_from_their_error(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        worker = front.worker
+        assert worker is not None
+        worker.hold_after(1)
+        asking = asyncio.ensure_future(front.events())
+        await until(lambda: bool(worker.requests) and worker.requests[0].num_sent == 1)
+        worker.freeze()
+        front.server.handle_exit(signal.SIGTERM, None)
+        *_, error, done = await asking
+        assert (error["error"]["code"], done) == ("shutting_down", "[DONE]")
+        worker.thaw()
+
+    with_front(tmp_path, scenario, drain_timeout_s=0)
+
+
 def test_an_idle_server_ends_at_once(tmp_path: Path) -> None:
     async def scenario(front: Front) -> None:
         front.server.handle_exit(signal.SIGTERM, None)
