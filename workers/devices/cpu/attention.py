@@ -4,8 +4,8 @@ Owns nothing. Runs in the worker process while the engine's machine code is made
 
 A page holds 16 positions: of each layer and KV head the keys as [head_size][16 positions] float16 and the
 values as [16 positions][head_size] float16. So 16 scores come from one vector of keys with no sum across
-lanes. The cache lies as [layer][keys, values][KV head][page], which makes the pages of a sequence that
-got them in a row one stream; where they are scattered, the next page is fetched ahead. Queries that
+lanes. The cache lies as [run of 64 pages][layer][keys, values][KV head][page]: neighbouring pages of a
+sequence are one stream, and memory is touched only as far as pages are in use. Queries that
 share a KV head, and up to four consecutive rows of a prompt, share every load. Softmax is computed
 online over chunks of CHUNK_PAGES pages (Milakov and Gimelshein 2018); chunks begin at fixed positions
 and masked keys add exact zeros, so a row's result has the same bits however rows are grouped. Oracle:
@@ -30,14 +30,14 @@ from workers.devices.cpu.emit import (
     Value,
     jit,
 )
-from workers.devices.cpu.groups import CHUNK_KEYS, CHUNK_PAGES, QueryGroup
+from workers.devices.cpu.groups import CHUNK_KEYS, CHUNK_PAGES, RUN_PAGES, QueryGroup, page_bytes
 
 _LINE_BYTES: Final = 64  # of a cache line
 _LOWEST: Final = -3e38  # scores below this are masked
 
 
 def make_attention(library: Library, group: QueryGroup) -> Callable[..., Any]:
-    """`(queries, row_stride, pages, keys, values, page_bytes, position, scratch, scale)`, for jitted code.
+    """`(queries, row_stride, pages, keys, values, run_bytes, position, scratch, scale)`, for jitted code.
 
     `queries`: the first row's first head, float32, replaced by the output; `pages`: int32 page numbers
     of the sequence; `keys`, `values`: this layer's and KV head's page 0; `position`: of the first row.
@@ -53,7 +53,7 @@ def make_attention(library: Library, group: QueryGroup) -> Callable[..., Any]:
 
     @jit
     def attend(
-        query: int, row_stride: int, pages: int, keys: int, values: int, page_bytes: int, position: int,
+        query: int, row_stride: int, pages: int, keys: int, values: int, run_bytes: int, position: int,
         scratch: int, scale: float,
     ) -> None:  # fmt: skip
         num_keys = position + num_rows
@@ -64,9 +64,11 @@ def make_attention(library: Library, group: QueryGroup) -> Callable[..., Any]:
             count = min(CHUNK_PAGES, num_pages - page)
             first_key = page * LANES
             table = pages + 4 * page
-            scores(query, row_stride, table, count, keys, page_bytes, first_key, position, scratch, scale)
+            scores(
+                query, row_stride, table, count, keys, values, run_bytes, first_key, position, scratch, scale
+            )
             softmax(scratch, count)
-            add_values(table, min(count * LANES, num_keys - first_key), values, page_bytes, scratch)
+            add_values(table, min(count * LANES, num_keys - first_key), values, run_bytes, scratch)
             page += count
         finish(query, row_stride, scratch)
 
@@ -96,10 +98,12 @@ def _state(e: Emitter, group: QueryGroup, scratch: Value, query: int, word: int)
     return e.address(scratch, group.state_offset + 64 * query + 4 * word)
 
 
-def _page(e: Emitter, pages: Value, index: Value, cache: Value, page_bytes: Value) -> Value:
+def _page(e: Emitter, group: QueryGroup, pages: Value, index: Value, cache: Value, run_bytes: Value) -> Value:
     """Address of a sequence's page by its index in the table."""
     number = e.builder.sext(e.load(e.address(pages, e.times(index, 4)), I32, 4), I64)
-    return e.address(cache, e.times(number, page_bytes))
+    run = e.builder.lshr(number, e.whole(RUN_PAGES.bit_length() - 1))
+    place = e.builder.and_(number, e.whole(RUN_PAGES - 1))
+    return e.address(cache, e.times(run, run_bytes), e.times(place, page_bytes(group.head_size)))
 
 
 def _next(e: Emitter, index: Value, count: Value) -> Value:
@@ -124,23 +128,27 @@ def _begin(library: Library, group: QueryGroup) -> Callable[..., None]:
 def _scores(library: Library, queries: _Queries) -> Callable[..., None]:
     """Scaled scores of a chunk into the scratch; keys after a row's own position become -inf."""
     group, unroll = queries.group, 4
-    row_arguments = [ADDRESS] * 9
+    row_arguments = [ADDRESS] * 10
 
     @library.kernel(*row_arguments, FLOAT)
     def scores(
         e: Emitter, first: Value, row_stride: Value, pages: Value, num_pages: Value, cache: Value,
-        page_bytes: Value, first_key: Value, position: Value, scratch: Value, scale: Value,
+        values: Value, run_bytes: Value, first_key: Value, position: Value, scratch: Value, scale: Value,
     ) -> None:  # fmt: skip
         b = e.builder
         addresses = queries.addresses(e, first, row_stride)
         spread_scale = e.splat(scale)
         with e.loop(num_pages) as page:
-            keys = _page(e, pages, page, cache, page_bytes)
-            next_keys = _page(e, pages, _next(e, page, num_pages), cache, page_bytes)
+            keys = _page(e, group, pages, page, cache, run_bytes)
+            next_keys = _page(e, group, pages, _next(e, page, num_pages), cache, run_bytes)
+            its_values = _page(
+                e, group, pages, page, values, run_bytes
+            )  # read when the chunk's scores are known
             sums = [e.variable(e.floats(0.0)) for _ in range(queries.count)]
             with e.loop(e.whole(group.head_size // unroll)) as index:
                 for line in range(32 * unroll // _LINE_BYTES):
-                    e.prefetch(e.address(next_keys, e.times(index, 32 * unroll), _LINE_BYTES * line))
+                    for ahead in (next_keys, its_values):
+                        e.prefetch(e.address(ahead, e.times(index, 32 * unroll), _LINE_BYTES * line))
                 for turn in range(unroll):
                     dimension = e.address(e.times(index, unroll), turn)
                     of_dimension = e.load_halves(e.address(keys, e.times(dimension, 32)))
@@ -198,11 +206,10 @@ def _values(library: Library, queries: _Queries) -> Callable[..., None]:
     Keys that do not exist yet are not read: what lies there may be another sequence's NaN.
     """
     group = queries.group
-    key_bytes = 2 * group.head_size
 
     @library.kernel(*([ADDRESS] * 5))
     def values(
-        e: Emitter, pages: Value, num_keys: Value, cache: Value, page_bytes: Value, scratch: Value
+        e: Emitter, pages: Value, num_keys: Value, cache: Value, run_bytes: Value, scratch: Value
     ) -> None:
         b = e.builder
         num_pages = b.lshr(e.address(num_keys, LANES - 1), e.whole(4))
@@ -219,15 +226,11 @@ def _values(library: Library, queries: _Queries) -> Callable[..., None]:
                 for variable, place in zip(sums[query], places[query], strict=True):
                     e.set(variable, b.fmul(e.load_floats(place), correction))
             with e.loop(num_pages) as page:
-                of_page = _page(e, pages, page, cache, page_bytes)
-                next_page = _page(e, pages, _next(e, page, num_pages), cache, page_bytes)
+                of_page = _page(e, group, pages, page, cache, run_bytes)
                 left = b.sub(num_keys, e.times(page, LANES))
                 some = b.icmp_signed("<", left, e.whole(LANES))
                 with e.loop(b.select(some, left, e.whole(LANES))) as key:
-                    offset = e.times(key, key_bytes)
-                    at = e.address(of_page, offset)
-                    for line in range(key_bytes // _LINE_BYTES if first == 0 else 0):
-                        e.prefetch(e.address(next_page, offset, _LINE_BYTES * line))
+                    at = e.address(of_page, e.times(key, 2 * group.head_size))
                     loaded = [e.load_halves(e.address(at, 32 * column)) for column in columns]
                     weight_at = e.address(scratch, e.times(page, 64), e.times(key, 4))
                     for query in range(queries.count):

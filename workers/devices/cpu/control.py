@@ -34,8 +34,8 @@ class Control(IntEnum):
     SCRATCH_STRIDE = 19
     ZEROS = 20  # address of 64 zeros
     MAILBOXES = 21  # address, MAILBOX_BYTES for each thread
-    PAGE_BYTES = 22  # of the keys or the values of one head in a page
-    HEAD_BYTES = 23  # from one head's pages to the next head's
+    RUN_BYTES = 22  # from a run of pages to the next, all layers
+    HEAD_BYTES = 23  # from one head's pages of a run to the next head's
     VALUES = 24  # from a layer's keys to its values, in bytes
     BARRIER = 32  # 24 words: see memory.py
     COUNT = 56

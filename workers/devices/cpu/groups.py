@@ -1,4 +1,4 @@
-"""How queries are grouped for attention, and the scratch memory that a group needs.
+"""How queries and pages are grouped for attention, and the scratch memory that a group needs.
 
 Owns nothing: sizes that the kernels (LLVM) and the buffers (NumPy) share. Runs in the worker process.
 """
@@ -11,6 +11,7 @@ from workers.devices.cpu.target import Target
 from workers.devices.interface import PAGE_TOKENS
 
 CHUNK_PAGES: Final = 32  # whose scores are held at once
+RUN_PAGES: Final = 64  # a power of two; whose keys (or values) of one head lie in a row
 CHUNK_KEYS: Final = CHUNK_PAGES * PAGE_TOKENS
 
 
@@ -51,3 +52,8 @@ def group_sizes(target: Target, heads_a_kv_head: int, head_size: int) -> tuple[Q
         QueryGroup(num_rows=rows, num_heads=heads, head_size=head_size),
         QueryGroup(num_rows=1, num_heads=heads, head_size=head_size),
     )
+
+
+def page_bytes(head_size: int) -> int:
+    """Bytes of one head's keys, or of its values, in a page."""
+    return 2 * head_size * PAGE_TOKENS

@@ -99,6 +99,7 @@ class Packer:
         arena = whole[skip : skip + self._size]
         for matrix, rows in self._jobs:
             pack_rows(arena, matrix, rows, has_unsigned_dot=self._has_unsigned_dot)
+        self._jobs.clear()  # lets go of the mapped file
         return arena
 
 

@@ -24,11 +24,11 @@ from workers.devices.cpu.formats import (
     padded_outputs,
     record_stride,
 )
-from workers.devices.cpu.groups import group_sizes
+from workers.devices.cpu.groups import RUN_PAGES, group_sizes, page_bytes
 from workers.devices.cpu.packing import Matrix, Packer, Rows
 from workers.devices.cpu.spec import StepSpec
 from workers.devices.cpu.target import Target
-from workers.devices.interface import PAGE_TOKENS, Limits
+from workers.devices.interface import Limits
 from workers.model.program import (
     Attention,
     DownMatmul,
@@ -111,9 +111,10 @@ class Plan:
         self.scratch_stride = -(-scratch // 128) * 128 + 64
         self.scratch = Buffer(self.scratch_stride * max_threads)
         self.zeros = Buffer(pair_bytes)
-        self.page_bytes = sizes.head_size * PAGE_TOKENS * 2  # of a head's keys or values
-        self.head_bytes = limits.num_pages * self.page_bytes
-        self.cache = Buffer(2 * sizes.num_layers * sizes.num_kv_heads * self.head_bytes)
+        self.head_bytes = RUN_PAGES * page_bytes(sizes.head_size)
+        self.layer_bytes = 2 * sizes.num_kv_heads * self.head_bytes
+        self.run_bytes = sizes.num_layers * self.layer_bytes
+        self.cache = Buffer(-(-limits.num_pages // RUN_PAGES) * self.run_bytes)
 
         records = [record for operation in program.operations for record in self._plan(operation)]
         self._arena = self._packer.pack()
@@ -324,7 +325,7 @@ class Plan:
         return [Code.ROPE, 1, self._cache_of(operation.layer), self._rotations[key], keys_at, values_at]
 
     def _cache_of(self, layer: int) -> int:
-        return self.cache.address + layer * 2 * self.sizes.num_kv_heads * self.head_bytes
+        return self.cache.address + layer * self.layer_bytes
 
     def _attention(self, operation: Attention) -> "list[list[int | Matrix]]":
         wanted = self._second.address if self._consumers["attn_records"] else 0
@@ -394,7 +395,7 @@ class Plan:
             (Control.SCRATCH, self.scratch.address),
             (Control.SCRATCH_STRIDE, self.scratch_stride),
             (Control.ZEROS, self.zeros.address),
-            (Control.PAGE_BYTES, self.page_bytes),
+            (Control.RUN_BYTES, self.run_bytes),
             (Control.HEAD_BYTES, self.head_bytes),
             (Control.VALUES, self.sizes.num_kv_heads * self.head_bytes),
         ):

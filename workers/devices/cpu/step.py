@@ -25,7 +25,7 @@ from workers.devices.cpu.control import (
 from workers.devices.cpu.elementwise import Elementwise
 from workers.devices.cpu.emit import Library, jit
 from workers.devices.cpu.formats import FLOAT_BYTES, OUTPUT_UNIT, QUANTISED, RECORD_BYTES, WeightKind
-from workers.devices.cpu.groups import group_sizes
+from workers.devices.cpu.groups import RUN_PAGES, group_sizes, page_bytes
 from workers.devices.cpu.matmul import make_matmul
 from workers.devices.cpu.memory import Memory
 from workers.devices.cpu.spec import StepSpec
@@ -268,9 +268,10 @@ def _make_rope(kernels: _Kernels) -> Jitted:
     starts_at, tables_at, table_stride_at = (
         8 * Control.SEQUENCE_STARTS, 8 * Control.PAGE_TABLES, 8 * Control.PAGE_TABLE_STRIDE,
     )  # fmt: skip
-    qkv_at, qkv_stride_at, page_bytes_at = 8 * Control.QKV, 8 * Control.QKV_STRIDE, 8 * Control.PAGE_BYTES
+    qkv_at, qkv_stride_at, run_bytes_at = 8 * Control.QKV, 8 * Control.QKV_STRIDE, 8 * Control.RUN_BYTES
     head_bytes_at, values_from = 8 * Control.HEAD_BYTES, 8 * Control.VALUES
     rows_at = 8 * Control.NUM_ROWS
+    run_pages, bytes_a_page = RUN_PAGES, page_bytes(head_size)
 
     @jit
     def rope(control: int, record: int, thread: int, num_threads: int) -> None:
@@ -278,7 +279,7 @@ def _make_rope(kernels: _Kernels) -> Jitted:
         keys_at, values_at = load(record + 32), load(record + 40)
         num_rows, positions = load(control + rows_at), load(control + positions_at)
         starts, tables = load(control + starts_at), load(control + tables_at)
-        table_stride, page_bytes = load(control + table_stride_at), load(control + page_bytes_at)
+        table_stride, run_bytes = load(control + table_stride_at), load(control + run_bytes_at)
         qkv, stride = load(control + qkv_at), load(control + qkv_stride_at)
         head_bytes, value_offset = load(control + head_bytes_at), load(control + values_from)
         begin = num_rows * thread // num_threads
@@ -293,7 +294,8 @@ def _make_rope(kernels: _Kernels) -> Jitted:
                 source = qkv + row * stride
                 for head in range(num_heads):
                     rotate_query(source + 4 * head * head_size, turn)
-                page = cache + load_i32(pages + 4 * (position // 16)) * page_bytes
+                number = load_i32(pages + 4 * (position // 16))
+                page = cache + (number // run_pages) * run_bytes + (number % run_pages) * bytes_a_page
                 key_place = page + 2 * (position % 16)
                 value_place = page + value_offset + 2 * head_size * (position % 16)
                 for head in range(num_kv_heads):
@@ -318,7 +320,7 @@ def _make_attention(library: Library, kernels: _Kernels) -> Jitted:
     starts_at, tables_at, table_stride_at = (
         8 * Control.SEQUENCE_STARTS, 8 * Control.PAGE_TABLES, 8 * Control.PAGE_TABLE_STRIDE,
     )  # fmt: skip
-    qkv_at, qkv_stride_at, page_bytes_at = 8 * Control.QKV, 8 * Control.QKV_STRIDE, 8 * Control.PAGE_BYTES
+    qkv_at, qkv_stride_at, run_bytes_at = 8 * Control.QKV, 8 * Control.QKV_STRIDE, 8 * Control.RUN_BYTES
     head_bytes_at, values_from = 8 * Control.HEAD_BYTES, 8 * Control.VALUES
     scratch_at, scratch_stride_at = 8 * Control.SCRATCH, 8 * Control.SCRATCH_STRIDE
     record_stride_at, row_bytes = 8 * Control.RECORD_STRIDE, RECORD_BYTES
@@ -336,7 +338,7 @@ def _make_attention(library: Library, kernels: _Kernels) -> Jitted:
         cache, scale, records = load(record + 16), load_f32(record + 24), load(record + 32)
         positions, starts = load(control + positions_at), load(control + starts_at)
         tables, table_stride = load(control + tables_at), load(control + table_stride_at)
-        page_bytes, record_stride = load(control + page_bytes_at), load(control + record_stride_at)
+        run_bytes, record_stride = load(control + run_bytes_at), load(control + record_stride_at)
         qkv, stride = load(control + qkv_at), load(control + qkv_stride_at)
         head_bytes, value_offset = load(control + head_bytes_at), load(control + values_from)
         scratch = load(control + scratch_at) + thread * load(control + scratch_stride_at)
@@ -355,11 +357,9 @@ def _make_attention(library: Library, kernels: _Kernels) -> Jitted:
                     keys = cache + head_bytes * (group * group_heads // heads_a_kv_head)
                     values = keys + value_offset
                     if num_rows > 1:
-                        attend_run(query, stride, pages, keys, values, page_bytes, position, scratch, scale)
+                        attend_run(query, stride, pages, keys, values, run_bytes, position, scratch, scale)
                     else:
-                        attend_single(
-                            query, stride, pages, keys, values, page_bytes, position, scratch, scale
-                        )
+                        attend_single(query, stride, pages, keys, values, run_bytes, position, scratch, scale)
                     if records != 0:
                         for index in range(num_rows):
                             at = query + index * stride
