@@ -37,6 +37,22 @@ def _open_reference(program: Program, limits: Limits, threads: int) -> Device:
     return ReferenceDevice(program, limits, threads)
 
 
+def _without_cpu(settings: Settings, error: ImportError) -> str:
+    """What to run instead of the cpu device, with a warning. Raises ConfigError where it was asked for."""
+    if settings.device == "cpu":
+        raise ConfigError(
+            f"the cpu device needs Numba, which cannot be imported ({error}); "
+            "install ds4-server[cpu] or use --device reference",
+            setting="device",
+        ) from None
+    log.warning(
+        "the cpu device cannot be imported (%s): falling back to the NumPy reference, which is "
+        "10 to 20 times slower and takes four bytes a weight; install ds4-server[cpu]",
+        error,
+    )
+    return "reference"
+
+
 def _choose(settings: Settings) -> str:
     """The device's name: what was asked for, or the best that can be imported."""
     if settings.device == "cuda":
@@ -48,25 +64,20 @@ def _choose(settings: Settings) -> str:
     try:
         importlib.import_module("workers.devices.cpu.device")
     except ImportError as error:
-        if settings.device == "cpu":
-            raise ConfigError(
-                f"the cpu device needs Numba, which cannot be imported ({error}); "
-                "install ds4-server[cpu] or use --device reference",
-                setting="device",
-            ) from None
-        log.warning(
-            "the cpu device cannot be imported (%s): falling back to the NumPy reference, which is "
-            "10 to 20 times slower and takes four bytes a weight; install ds4-server[cpu]",
-            error,
-        )
-        return "reference"
+        return _without_cpu(settings, error)
     return "cpu"
 
 
 def open_device(settings: Settings, model: ModelFile) -> tuple[Device, Limits]:
     """Load `model` onto the device that `settings` name. Raises ConfigError (ModelFileError included)."""
-    program = load_program(model)
-    name = _choose(settings)
+    program, name = load_program(model), _choose(settings)
+    try:
+        return _open(name, settings, model, program)
+    except ImportError as error:  # Numba itself is imported only where no compiled code is cached
+        return _open(_without_cpu(settings, error), settings, model, program)
+
+
+def _open(name: str, settings: Settings, model: ModelFile, program: Program) -> tuple[Device, Limits]:
     limits = compute_limits(settings, program.dimensions, _need(name, model, program), available_bytes())
     try:
         if name == "reference":
