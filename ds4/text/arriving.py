@@ -45,9 +45,11 @@ class Markers:
         """The marker that begins exactly at `start`."""
         return self._pattern.match(text, start)
 
-    def may_begin(self, rest: str) -> bool:
-        """Whether `rest`, cut off where it ends, may become a marker."""
-        return not rest or rest in self._beginnings
+    def may_begin(self, text: str, start: int) -> bool:
+        """Whether the text from `start` on, cut off where it ends, may become a marker."""
+        if len(text) - start >= self._max_chars:
+            return False
+        return start == len(text) or text[start:] in self._beginnings
 
     def unfinished(self, text: str, start: int) -> int:
         """Where in `text` a marker begins that the end cuts off; the length of `text` where none does."""
@@ -160,7 +162,7 @@ class ArrivingText:
             if match is not None:
                 self._at = match.end()
                 return match.group()
-            if not markers.may_begin(self._text[self._at :]) or not (yield from self.more()):
+            if not markers.may_begin(self._text, self._at) or not (yield from self.more()):
                 return None
 
     def literal(self, text: str) -> Waiting[bool]:

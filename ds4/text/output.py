@@ -13,6 +13,8 @@ from typing import Any, Final
 import msgspec
 
 from ds4.text.arriving import SPACE, ArrivingText, Markers, Waiting
+from ds4.text.harmony import MARKERS as HARMONY_MARKERS
+from ds4.text.harmony import HarmonyReader
 from ds4.text.reasoning import ReasoningReader, ThinkTags
 from ds4.text.tool_calls import EventSink, OutputEvent, ToolFormat, tool_types
 
@@ -24,6 +26,7 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     think: ThinkTags | None = None
     tools: ToolFormat | None = None
+    harmony: HarmonyReader | None = None  # then the other two are not
 
     def parser(
         self,
@@ -34,39 +37,41 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
         id_prefix: str = "call_",
     ) -> "OutputParser | None":
         """A parser for one stream of this prompt; None where there can be nothing but text."""
-        think = self.think
-        if think is None and not tools:
+        sink = EventSink(tool_types(tools or ()), is_parallel=is_parallel, id_prefix=id_prefix)
+        source = ArrivingText()
+        if self.harmony is not None:
+            return OutputParser(source, sink, self.harmony.read(source, sink, has_tools=bool(tools)))
+        if self.think is None and not tools:
             return None
-        return OutputParser(
-            ReasoningReader(think) if think is not None else None,
-            self.tools if tools else None,
-            is_open=think is not None and think.is_open(rendered),
-            sink=EventSink(tool_types(tools or ()), is_parallel=is_parallel, id_prefix=id_prefix),
-        )
+        sink.is_reasoning = self.think is not None and self.think.is_open(rendered)
+        reasoning = ReasoningReader(self.think) if self.think is not None else None
+        return OutputParser(source, sink, _read(source, sink, reasoning, self.tools if tools else None))
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Everything that must be shown to a parser, control tokens included."""
+        think = (self.think.open, self.think.close) if self.think is not None else ()
+        tools = self.tools.markers if self.tools is not None else ()
+        return (*think, *tools, *(HARMONY_MARKERS if self.harmony is not None else ()))
 
 
 class OutputParser:
-    """One stream. Owned by whoever reads that stream.
+    """One stream. Owned by whoever reads that stream."""
 
-    `is_reasoning`: the last text that was pushed ended inside the reasoning. `is_done`: nothing that is
-    pushed from now on counts, so that generating may end. `has_calls`: the answer is one of tool calls.
-    """
-
-    def __init__(
-        self, reasoning: ReasoningReader | None, tools: ToolFormat | None, *, is_open: bool, sink: EventSink
-    ) -> None:
-        self.is_reasoning = is_open
-        self._reasoning = reasoning
-        self._tools = tools
-        self._openers = Markers(tools.openers if tools is not None else ())
-        self._source = ArrivingText()
+    def __init__(self, source: ArrivingText, sink: EventSink, run: Waiting[None]) -> None:
+        self._source = source
         self._sink = sink
-        self._run = self._read()
+        self._run = run
         self._is_over = False
 
     @property
+    def is_reasoning(self) -> bool:
+        """Whether the last text that was pushed ended inside the reasoning."""
+        return self._sink.is_reasoning
+
+    @property
     def is_done(self) -> bool:
-        """Whether the only call that was allowed is complete."""
+        """Whether the only call that was allowed is complete: nothing counts any more."""
         return self._sink.is_full
 
     @property
@@ -93,34 +98,36 @@ class OutputParser:
         if next(self._run, self) is self:
             self._is_over = True
 
-    def _read(self) -> Waiting[None]:
-        """The whole output."""
-        if self._reasoning is not None:
-            yield from self._reasoning.read(self._source, self._sink, is_open=self.is_reasoning)
-        self.is_reasoning = False
-        tools = self._tools
-        if tools is not None and tools.is_bare:
-            yield from self._block(tools, "")
-        while True:
-            opener = yield from self._source.until(self._openers, self._sink.text, trims=tools is not None)
-            if opener is None:
-                return
-            assert tools is not None
-            yield from self._block(tools, opener)
 
-    def _block(self, tools: ToolFormat, opener: str) -> Waiting[None]:
-        """Calls, or the opener as text where it opens none."""
-        source, sink = self._source, self._sink
-        before = source.trimmed if opener else ""
-        source.mark()
-        if (yield from tools.calls(source, sink, opener)):
-            source.forget_mark()
-            yield from source.skip(SPACE)
+def _read(
+    source: ArrivingText, sink: EventSink, reasoning: ReasoningReader | None, tools: ToolFormat | None
+) -> Waiting[None]:
+    """The whole output: reasoning, then text with calls in it."""
+    if reasoning is not None:
+        yield from reasoning.read(source, sink, is_open=sink.is_reasoning)
+    openers = _NOTHING if tools is None else Markers(tools.openers)
+    if tools is not None and tools.is_bare:
+        yield from _block(source, sink, tools, "")
+    while True:
+        opener = yield from source.until(openers, sink.text, trims=tools is not None)
+        if opener is None:
             return
-        is_hopeless = source.is_starved or source.is_too_long
-        source.rewind()
-        sink.text(before + opener)
-        if is_hopeless:
-            # All the rest was read and is no call. To look for others inside would read it once more for
-            # each opener in it.
-            yield from source.until(_NOTHING, sink.text)
+        assert tools is not None
+        yield from _block(source, sink, tools, opener)
+
+
+def _block(source: ArrivingText, sink: EventSink, tools: ToolFormat, opener: str) -> Waiting[None]:
+    """Calls, or the opener as text where it opens none."""
+    before = source.trimmed if opener else ""
+    source.mark()
+    if (yield from tools.calls(source, sink, opener)):
+        source.forget_mark()
+        yield from source.skip(SPACE)
+        return
+    is_hopeless = source.is_starved or source.is_too_long
+    source.rewind()
+    sink.text(before + opener)
+    if is_hopeless:
+        # All the rest was read and is no call. To look for others inside would read it once more for
+        # each opener in it.
+        yield from source.until(_NOTHING, sink.text)

@@ -7,22 +7,58 @@ families; a template that shows the model how calls look names the markers that 
 from collections.abc import Callable
 from typing import Final
 
+from ds4.text.harmony import HarmonyReader
 from ds4.text.output import OutputFormat
 from ds4.text.reasoning import find_think_tags
 from ds4.text.tool_calls import ToolFormat
+from ds4.text.tools.invoke_calls import InvokeCalls
 from ds4.text.tools.json_calls import JsonCalls
+from ds4.text.tools.marked_calls import LlamaCalls, MarkedCalls, MistralCalls
+from ds4.text.tools.tagged_calls import ArgumentTagCalls, FunctionTagCalls
 
-_BARE: Final = JsonCalls((), is_bare=True)
+_DSML_BAR: Final = "\uff5c"
+_GENERIC: Final = JsonCalls((), is_bare=True)
+_DEEPSEEK: Final = MarkedCalls(
+    ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"),
+    "<\uff5ctool\u2581call\u2581begin\uff5c>",
+    "<\uff5ctool\u2581sep\uff5c>",
+    "<\uff5ctool\u2581call\u2581end\uff5c>",
+)
+_KIMI: Final = MarkedCalls(
+    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+)
+_DSML: Final = InvokeCalls(
+    ("tool_calls", "function_calls"), (f"{_DSML_BAR}DSML{_DSML_BAR}", f"DSML{_DSML_BAR}", "")
+)
 # What a template must hold, and the family it then is of; the first that fits.
 _FAMILIES: Final[tuple[tuple[tuple[str, ...], ToolFormat], ...]] = (
+    ((f"{_DSML_BAR}DSML{_DSML_BAR}",), _DSML),
+    (("<minimax:tool_call>",), InvokeCalls(("minimax:tool_call",))),
+    (("<arg_key>",), ArgumentTagCalls()),
+    (
+        ("<function=", "<parameter=", "seed:tool_call"),
+        FunctionTagCalls("<seed:tool_call>", "</seed:tool_call>"),
+    ),
+    (("<function=", "<parameter="), FunctionTagCalls("<tool_call>", "</tool_call>")),
+    (("[TOOL_CALLS]",), MistralCalls()),
+    (("tool\u2581call\u2581begin",), _DEEPSEEK),
+    (("<|tool_call_begin|>",), _KIMI),
+    (("<TOOLCALL>",), JsonCalls(("<TOOLCALL>",), ("</TOOLCALL>",))),
+    (("<|tool_call|>",), JsonCalls(("<|tool_call|>",), ("<|/tool_call|>",))),
+    (("<|START_ACTION|>",), JsonCalls(("<|START_ACTION|>",), ("<|END_ACTION|>",))),
+    (("functools[",), JsonCalls(("functools",))),
     (("<tool_call>",), JsonCalls(("<tool_call>",), ("</tool_call>",))),
+    (("<|python_tag|>",), LlamaCalls()),
+    (("ipython",), LlamaCalls()),
 )
 
 
 def find_output_format(template: str, is_token: Callable[[str], bool]) -> OutputFormat:
     """The format of a model with this template; `is_token` tells whether its vocabulary has a text."""
-    tools = next(
-        (family for signs, family in _FAMILIES if all(sign in template for sign in signs)),
-        _BARE,
-    )
+    if "<|channel|>" in template and "<|message|>" in template:
+        return OutputFormat(harmony=HarmonyReader())
+    tools = next((family for signs, family in _FAMILIES if all(sign in template for sign in signs)), _GENERIC)
     return OutputFormat(think=find_think_tags(template, is_token), tools=tools)

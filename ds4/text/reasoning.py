@@ -76,8 +76,10 @@ class ReasoningReader:
                 yield from source.skip("\r\n")
                 return False
             source.forget_mark()
+        sink.is_reasoning = True
         yield from source.skip("\r\n")
         if (yield from source.until(self._close, sink.reasoning, trims=True)) is None:
             return True
+        sink.is_reasoning = False
         yield from source.skip("\r\n")
         return False

@@ -61,6 +61,7 @@ class EventSink:
     ) -> None:
         self.tools: Final = tools
         self.num_calls = 0
+        self.is_reasoning = False  # what is being read belongs to the reasoning
         self.is_full = False  # the one call that was allowed is complete: nothing is taken any more
         self._is_parallel = is_parallel
         self._id_prefix = id_prefix

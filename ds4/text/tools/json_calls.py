@@ -14,6 +14,7 @@ from ds4.text.tool_calls import EventSink
 
 _NAMES: Final = frozenset({"name", "tool_name", "function"})
 _ARGUMENTS: Final = frozenset({"arguments", "parameters", "args"})
+_ENVELOPE: Final = _NAMES | _ARGUMENTS | {"type", "id", "tool_call_id"}
 # Models close more brackets than they opened; before a closing marker that means nothing.
 _REST: Final = re.compile(r"[ \t\r\n}\]]*")
 _MAX_REST_CHARS: Final = 64
@@ -31,7 +32,7 @@ def begin_call(source: ArrivingText, sink: EventSink, name: str, *, known_only: 
 def pass_arguments(source: ArrivingText, sink: EventSink, ends: Markers) -> Waiting[bool]:
     """Pass the arguments of a call that has begun. False where they are wrong JSON.
 
-    Then they go out as they stand, up to the next marker, which is read: clients show it to the model.
+    Then they go out as they stand, up to an end marker, which is read: clients show it to the model.
     """
     if (yield from json_value(source, sink.arguments)):
         return True
@@ -43,12 +44,11 @@ def read_close(source: ArrivingText, closers: Markers) -> Waiting[None]:
     """Read the marker that closes a block, if it is there, and surplus brackets before it."""
     source.mark()
     rest = yield from source.take_run(_REST, _MAX_REST_CHARS)
-    if rest is not None:
-        is_last = not closers.texts and not (yield from source.peek())
-        if is_last or (yield from source.marker(closers)) is not None:
-            source.forget_mark()
-            return
-    source.rewind()
+    is_close = rest is not None and (yield from source.marker(closers)) is not None
+    if is_close or not (yield from source.peek()):
+        source.forget_mark()
+    else:
+        source.rewind()
 
 
 class JsonCalls:
@@ -70,7 +70,8 @@ class JsonCalls:
         known_only = not opener
         between = SPACE if self._closers.texts else SPACE + ",;"
         yield from source.skip(SPACE)
-        if (yield from source.literal("[")):
+        is_list = yield from source.literal("[")
+        if is_list:
             between = SPACE + ","
             yield from source.skip(SPACE)
         if not (yield from self._call(source, sink, known_only=known_only)):
@@ -83,6 +84,9 @@ class JsonCalls:
             if not (yield from self._call(source, sink, known_only=known_only)):
                 break
         source.rewind()
+        if is_list:
+            yield from source.skip(SPACE)
+            yield from source.literal("]")
         yield from read_close(source, self._closers)
         return True
 
@@ -97,6 +101,8 @@ class JsonCalls:
             if (yield from source.literal("}")):
                 break
             key = yield from _key(source)
+            if known_only and key not in _ENVELOPE:
+                return False  # some other JSON, which need not be held back to its end
             is_object = key in _ARGUMENTS and (yield from source.peek()) == "{"
             if is_object and name is not None and not has_begun:
                 if not begin_call(source, sink, name, known_only=known_only):
@@ -110,6 +116,8 @@ class JsonCalls:
                 if key in _NAMES and name is None:
                     value = decoded(text)
                     name = value if isinstance(value, str) else None
+                    if known_only and name not in sink.tools:
+                        return False
                 elif key in _ARGUMENTS:
                     kept = _object_text(text)
             yield from source.skip(SPACE + ",")

@@ -4,6 +4,8 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from hypothesis import settings
+
 from ds4.text.output import OutputFormat
 from ds4.text.output_format import find_output_format
 from ds4.text.tool_calls import (
@@ -14,6 +16,9 @@ from ds4.text.tool_calls import (
     ReasoningDelta,
     TextDelta,
 )
+
+# One example is cut and parsed several times; there are many families.
+moderately = settings(max_examples=50, deadline=None)
 
 Flat = list[tuple[str, ...]]
 

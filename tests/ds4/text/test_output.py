@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4.text.tool_calls import CallBegin
-from tests.ds4.text.outputs import TOOLS, call, cuts, flat, format_of, parse, parse_every_way
+from tests.ds4.text.outputs import TOOLS, call, cuts, flat, format_of, moderately, parse, parse_every_way
 
 HERMES = format_of("<tool_call> <think>")
 PIECES = st.sampled_from(
@@ -128,6 +128,7 @@ def test_finishing_twice_changes_nothing() -> None:
     assert parser.push("more") == []
 
 
+@moderately
 @given(st.lists(PIECES, max_size=40), st.booleans(), st.integers(0, 1 << 30))
 def test_events_do_not_depend_on_how_the_output_is_cut(pieces: list[str], is_open: bool, seed: int) -> None:
     rendered = "<think>\n" if is_open else ""
@@ -138,6 +139,7 @@ def test_events_do_not_depend_on_how_the_output_is_cut(pieces: list[str], is_ope
     assert parse(HERMES, list(text), rendered=rendered) == whole
 
 
+@moderately
 @given(st.lists(PIECES, max_size=40))
 def test_every_letter_of_an_output_without_calls_comes_out(pieces: list[str]) -> None:
     text = "".join(pieces).lstrip("\n")
