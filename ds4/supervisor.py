@@ -315,7 +315,7 @@ def check_model(path: Path) -> None:
         status = 1
         try:
             from ds4.model_file import ModelFile
-            from ds4.text.vocabulary import read_vocabulary
+            from ds4.vocabulary import read_vocabulary
 
             read_vocabulary(ModelFile.open(path))
             status = 0

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from ds4.errors import RequestError
 from ds4.model_file import ModelFile
 from ds4.text.markers import MarkerTable
-from ds4.text.vocabulary import SPACE_MARK, TokenType, Vocabulary, byte_table, covers_utf8, read_vocabulary
+from ds4.vocabulary import SPACE_MARK, TokenType, Vocabulary, byte_table, covers_utf8, read_vocabulary
 
 _WHITE_SPACE: Final = " \t\n\v\f\r"  # what C's isspace strips after Phi-3's markers
 _ALONE_CHARS: Final = 4096  # below, the hop to the package's threads costs more than the stall

@@ -29,7 +29,7 @@ import tokenizers
 
 from ds4.errors import ModelFileError
 from ds4.model_file import ModelFile
-from ds4.text.pretokenizers import PRE_TOKENIZERS
+from ds4.pretokenizers import PRE_TOKENIZERS
 from ds4.text.tokenizer import Tokenizer
 from tests.support.vocabulary_file import (
     CONTROL,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ds4.errors import ModelFileError, RequestError
 from ds4.model_file import ModelFile
-from ds4.text.pretokenizers import PRE_TOKENIZERS
+from ds4.pretokenizers import PRE_TOKENIZERS
 from ds4.text.tokenizer import Tokenizer
 from tests.support.embedded_model import embedded_model
 from tests.support.vocabulary_file import (

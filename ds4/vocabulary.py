@@ -1,8 +1,9 @@
 """The vocabulary of a GGUF file: which id means which bytes, and which ids are special.
 
-Owns: `Vocabulary`. Runs in: front ends. Source: the `tokenizer.ggml.*` keys of the GGUF
-specification; the defaults of each tokenizer model and the list of end markers follow llama.cpp's
-`llama-vocab.cpp`, GPT-2's byte alphabet follows OpenAI's encoder.py.
+Owns: `Vocabulary`. Runs in: front ends, for their tokenizer, and the worker, whose grammars need the
+bytes of every id. Source: the `tokenizer.ggml.*` keys of the GGUF specification; the defaults of each
+tokenizer model and the list of end markers follow llama.cpp's `llama-vocab.cpp`, GPT-2's byte alphabet
+follows OpenAI's encoder.py.
 """
 
 import logging
@@ -13,7 +14,7 @@ from typing import Final
 import msgspec
 
 from ds4.model_file import ModelFile
-from ds4.text.pretokenizers import PRE_TOKENIZERS, PreTokenizer
+from ds4.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
 logger = logging.getLogger(__name__)
 
