@@ -49,18 +49,27 @@ async def chat_completions(exchange: Exchange) -> None:
 
 def _prepare(model: ServedModel, body: bytes) -> tuple[ChatRequest, Job]:
     request = decode_chat(body)
+    return request, chat_job(model, request, _PARAM)
+
+
+def chat_job(model: ServedModel, request: ChatRequest, param: str) -> Job:
+    """What a conversation asks of the worker. Raises RequestError.
+
+    For every dialect: the others bring their requests into the form of this one. `param` is where
+    their conversation is.
+    """
     plan = plan_chat(request, model.defaults, model.vocabulary)
-    return request, make_job([chat_prompt(model, request)], plan, _PARAM)
+    return make_job([chat_prompt(model, request, param)], plan, param)
 
 
-def chat_prompt(model: ServedModel, request: ChatRequest) -> list[int]:
+def chat_prompt(model: ServedModel, request: ChatRequest, param: str) -> list[int]:
     """The token ids of a conversation. Raises RequestError."""
     rendered = model.template.render(
         template_messages(request.messages),
         add_generation_prompt=request.add_generation_prompt is not False,
         kwargs=template_kwargs(request),
     )
-    model.refuse_absurd(rendered, _PARAM)
+    model.refuse_absurd(rendered, param)
     return model.tokenizer.encode_rendered(rendered)
 
 

@@ -78,6 +78,7 @@ class Choice:
         self.num_cached_tokens = 0
         self.first_token_s = 0.0
         self.last_token_s = 0.0
+        self.matched_stop: str | None = None
         self._generation = generation
         self._plan = job.plan
         self._tokenizer = tokenizer
@@ -152,6 +153,7 @@ class Choice:
                 text, matched = matcher.push(text)
                 if matched is not None:
                     finish, by_text = "stop", True
+                    self.matched_stop = matched
                     texts.append(text + matched if self._plan.include_stop else text)
                     break
             texts.append(text)

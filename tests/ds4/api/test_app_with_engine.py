@@ -60,7 +60,8 @@ async def _engine(front: Front) -> AsyncIterator[FakeDevice]:
 def _expected(front: Front, content: str, count: int, seed: int) -> str:
     """What the fake device says after this conversation, cut at the first end token."""
     model = front.state.model
-    prompt = chat_prompt(model, ChatRequest(messages=[ChatMessage(role="user", content=content)]))
+    request = ChatRequest(messages=[ChatMessage(role="user", content=content)])
+    prompt = chat_prompt(model, request, "messages")
     ids: list[int] = []
     for token_id in generate(prompt, count, model.vocabulary.size, seed):
         if token_id in model.vocabulary.end_ids:
