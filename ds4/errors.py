@@ -16,6 +16,7 @@ class ErrorCode(IntEnum):
     TOO_LARGE = 3  # the request alone needs more KV pages than exist
     DEVICE = 4  # the device failed and the sequence could not be replayed
     SHUTTING_DOWN = 5  # the worker's drain deadline passed
+    GRAMMAR = 6  # the output cannot be made to match the request's grammar
 
 
 class Ds4Error(Exception):

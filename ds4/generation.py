@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 MAX_TOP_LOGPROBS: Final = 20
+MAX_GRAMMAR_BYTES: Final = 256 * 1024
 NO_LOGPROBS: Final = -1
 
 
@@ -48,7 +49,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=Tr
 
     `num_resumed_tokens`: how many of the prompt's last ids are output already delivered by an
     earlier worker; they count towards `max_tokens`, `min_tokens` and the penalties as output.
-    `max_tokens` counts the whole output, the resumed part included.
+    `max_tokens` counts the whole output, the resumed part included. `grammar` is what the output has
+    to match, in llguidance's own language (ds4/text/grammar.py writes it); it needs an end token among
+    `stop_token_ids`, because that is what it ends with.
     """
 
     max_tokens: int
@@ -56,6 +59,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=Tr
     stop_token_ids: tuple[int, ...] = ()
     sampling: SamplingParams = SamplingParams()
     num_resumed_tokens: int = 0
+    grammar: str = ""
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):

@@ -21,9 +21,11 @@ from ds4.metrics import Metrics
 from ds4.ring.states import SlotState, WorkerState
 from ds4.ring.worker_end import Polled, WorkerRing
 from workers.admission import Admission, CoalescingWindow, RefusedError
+from workers.compiling import CompilingQueue, failure_of
 from workers.devices.interface import PAGE_TOKENS, Device, DeviceFaultError, Limits, StepResult
 from workers.kvcache.prefix import PrefixCache
 from workers.runner import Outcome, Runner
+from workers.sampling.grammar import Grammars
 from workers.scheduler.batch import Batch, Plan
 from workers.scheduler.scheduler import Scheduler
 from workers.sequence import Sequence, Status
@@ -100,6 +102,7 @@ class Engine:
         admission: Admission,
         window: CoalescingWindow,
         metrics: Metrics,
+        grammars: Grammars | None = None,
         batch_log: bool = False,
         drain_timeout_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
@@ -110,6 +113,7 @@ class Engine:
         self._admission = admission
         self._window = window
         self._metrics = metrics
+        self._compiling = CompilingQueue(grammars, ring.wake)
         self._batch_log = batch_log
         self._drain_timeout_s = drain_timeout_s
         self._clock = clock
@@ -135,6 +139,8 @@ class Engine:
     def step(self) -> bool:
         """One turn; False when there was nothing to compute and the engine may sleep."""
         self._take(self._ring.poll())
+        if self._compiling:
+            self._take_compiled()
         if not self._scheduler.running and not self._runner.num_in_flight and self._scheduler.waiting:
             wait_s = self._window.wait_s(
                 num_waiting=len(self._scheduler.waiting), num_preparing=self._ring.num_preparing
@@ -154,6 +160,8 @@ class Engine:
                 if self._drain_deadline_s is not None:
                     raise RefusedError(_SHUTTING_DOWN, ErrorCode.SHUTTING_DOWN)
                 sequence = self._admission.sequence(submission)
+                if sequence.request.grammar:
+                    self._compiling.begin(sequence)
             except RefusedError as error:
                 log.info(
                     "request refused: %s",
@@ -165,7 +173,8 @@ class Engine:
                 )
                 continue
             self._by_slot[sequence.slot] = sequence
-            self._scheduler.enqueue(sequence)
+            if not sequence.request.grammar:
+                self._scheduler.enqueue(sequence)
             if sequence.max_total <= len(sequence.tokens):  # nothing may be generated
                 self._end(sequence, sequence.finish(FinishReason.LENGTH))
         for slot in polled.cancelled:
@@ -173,19 +182,29 @@ class Engine:
             if cancelled is not None:
                 self._end(cancelled, cancelled.finish(FinishReason.CANCELLED))
 
+    def _take_compiled(self) -> None:
+        for sequence, failure in self._compiling.ready():
+            self._scheduler.enqueue(sequence)
+            if failure:
+                self._end(sequence, sequence.finish(FinishReason.ERROR, ErrorCode.GRAMMAR, failure))
+
     def _forget(self, slots: list[int]) -> None:
         """The front end of these slots is gone: free everything, tell nobody."""
         for slot in slots:
             sequence = self._by_slot.pop(slot, None)
             if sequence is not None:
                 sequence.finish(FinishReason.CANCELLED)
-                self._scheduler.leave(sequence)
+                self._leave(sequence)
 
     def _end(self, sequence: Sequence, end: GenerationEnd) -> None:
         """End a sequence at once, without a token."""
         del self._by_slot[sequence.slot]
-        self._scheduler.leave(sequence)
+        self._leave(sequence)
         self._ring.finish({sequence.slot: end})
+
+    def _leave(self, sequence: Sequence) -> None:
+        if not self._compiling.discard(sequence):
+            self._scheduler.leave(sequence)
 
     # --- the step
 
@@ -296,11 +315,11 @@ class Engine:
             index += 1
             if sequence.status is not Status.RUNNING:
                 continue  # ended while this step was queued: its row is discarded
-            is_sound = passed[index]
-            if not is_sound:
-                end: GenerationEnd | None = sequence.finish(
-                    FinishReason.ERROR, ErrorCode.NUMERIC, "the model produced values that are not numbers"
-                )
+            is_sound = True  # its keys and values are what they should be
+            if not passed[index]:
+                code, text = failure_of(sequence)
+                is_sound = code is not ErrorCode.NUMERIC
+                end: GenerationEnd | None = sequence.finish(FinishReason.ERROR, code, text)
             else:
                 end = sequence.accept(token_ids[index])
             if not sequence.first_token_s:
@@ -419,6 +438,7 @@ def build_engine(
     device: Device,
     limits: Limits,
     info: ModelInfo,
+    grammars: Grammars | None = None,
 ) -> Engine:
     """The engine and its parts, wired for these settings."""
     max_seats = min(limits.max_seats, max(1, settings.batched_sessions))
@@ -442,6 +462,7 @@ def build_engine(
             window_us=settings.decode_coalesce_us, max_seats=max_seats, clock=time.monotonic
         ),
         metrics=metrics,
+        grammars=grammars,
         batch_log=settings.batch_log,
         drain_timeout_s=settings.drain_timeout_s,
     )

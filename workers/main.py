@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Final
 
 from ds4.config import Settings, load_settings
-from ds4.errors import ConfigError, RingError
+from ds4.errors import ConfigError, ModelFileError, RingError
 from ds4.generation import ModelInfo, encode_model_info
 from ds4.logs import setup_logging
 from ds4.metrics import WORKER, Metrics
@@ -32,6 +32,7 @@ from ds4.shared_dir import prepare_shared_directory
 from workers.devices.interface import PAGE_TOKENS, Device, DeviceFaultError, Limits
 from workers.devices.registry import open_device
 from workers.engine import Engine, build_engine
+from workers.sampling.grammar import GrammarError, Grammars
 
 log = logging.getLogger("workers.main")  # also where it runs as __main__
 
@@ -87,10 +88,13 @@ def _run(
     shape = RingShape(
         num_front_ends=settings.max_front_ends, slots_per_front_end=settings.slots_per_front_end
     )
+    grammars = _grammars(model)
     metrics = Metrics.open(directory, owner=WORKER)
     ring = WorkerRing(directory, shape, encode_model_info(info))
     try:
-        engine = build_engine(settings, ring=ring, metrics=metrics, device=device, limits=limits, info=info)
+        engine = build_engine(
+            settings, ring=ring, metrics=metrics, device=device, limits=limits, info=info, grammars=grammars
+        )
         _handle_signals(engine, ring)
         ring.set_state(WorkerState.READY)
         gc.collect()
@@ -113,6 +117,15 @@ def _run(
     finally:
         ring.close()
         metrics.close()
+
+
+def _grammars(model: ModelFile) -> Grammars | None:
+    """The model's vocabulary for structured output; None where it cannot be used, which is no reason to stop."""
+    try:
+        return Grammars.of_model(model, model.vocab_size)
+    except (GrammarError, ModelFileError) as error:
+        log.warning("there is no structured output: %s", error)
+        return None
 
 
 def _handle_signals(engine: Engine, ring: WorkerRing) -> None:

@@ -8,7 +8,7 @@ host does not know yet says PREVIOUS_SAMPLE, and the device takes the token its 
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from workers.devices.interface import (
     StepBatch,
     StepResult,
 )
+from workers.sampling.interface import Constraint
 from workers.scheduler.batch import Batch, Span
 from workers.sequence import Sequence
 
@@ -96,6 +97,8 @@ class Runner:
                 num_prompt_tokens=sequence.num_origin,
                 suppressed_ids=request.stop_token_ids if request.min_tokens else (),
                 suppress_below=sequence.num_origin + request.min_tokens if request.min_tokens else 0,
+                # A sequence knows less of it, because scheduling knows no arrays.
+                constraint=cast(Constraint | None, sequence.constraint),
             ),
         )
         self._table_sizes[sequence.seat] = 0

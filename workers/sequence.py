@@ -17,7 +17,7 @@ Counters, all in tokens or positions of the sequence:
 from array import array
 from collections.abc import Iterable
 from enum import IntEnum
-from typing import Final
+from typing import Final, Protocol
 
 from ds4.generation import FinishReason, GenerationEnd, GenerationRequest
 
@@ -39,11 +39,21 @@ _MOVES: Final = {
 }
 
 
+class Constraint(Protocol):
+    """The grammar that the output has to match; what is inside is the device's business."""
+
+    @property
+    def failure(self) -> str:
+        """Why the sequence cannot go on; empty while it can."""
+        ...
+
+
 class Sequence:
     """One session in the worker. Owned by the engine; the scheduler moves its counters and pages."""
 
     __slots__ = (
         "arrival",
+        "constraint",
         "end",
         "end_ids",
         "first_row_s",
@@ -98,6 +108,7 @@ class Sequence:
 
         self.status = Status.WAITING
         self.end: GenerationEnd | None = None
+        self.constraint: Constraint | None = None  # has read the output so far; set before it waits
         self.is_dropped = False  # its slot is gone: nobody is owed an ending
         self.seat = NO_SEAT
         self.pages: list[int] = []

@@ -16,6 +16,17 @@ Seats: a sequence that is being computed holds one seat, 0 <= seat < max_seats, 
 its end or preemption. Per-seat state (sampling parameters, last sampled token, penalty counts) lives
 in the device under that index. `SeatParams` and `StepResult` are defined in
 `workers/sampling/interface.py`, below the devices that use them.
+
+Constraints (structured output): the mask of a seat's next token needs the token before it, so it is made
+on the host while the device computes. Every device holds one `workers.sampling.masks.SeatMasks`:
+`seat` hands it the new constraint (or none), `accept(seats, tokens)` starts the next masks in the
+background as soon as the host knows a step's tokens, and `wait()` returns all masks, packed uint32
+[max_seats, vocab / 32], when a step with constrained rows is about to sample. A device of depth 0 does
+all of it inside `submit`. One of depth 1 holds the sampling of a step with constrained rows back until
+`collect` has read the step before: then it accepts those tokens, waits for the masks, uploads the rows
+of its constrained seats and queues the sampling; the forward pass of that step ran meanwhile. A step
+without constrained rows is sampled as ever. Constrained rows whose constraint `has_failed` are not
+`ok`; the engine tells the client why.
 """
 
 from typing import Final, Protocol

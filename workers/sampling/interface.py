@@ -1,15 +1,59 @@
 """What a sampler is given for a seat and what it fills in for a step.
 
-Owns: `SeatParams`, `StepResult`. Frozen data and plain arrays, used by every device; the device seam
+Owns: `SeatParams`, `StepResult`, the seam to constraints. Frozen data and plain arrays, used by every device; the device seam
 (`workers/devices/interface.py`) passes both through under the same names. Runs in the worker.
 Source: this project.
 """
+
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ds4.generation import MAX_TOP_LOGPROBS, SamplingParams
+
+NO_TOKEN: Final = -1
+
+
+class Constraint(Protocol):
+    """What the output of one sequence has to match, and how much of it was read so far.
+
+    Belongs to its sequence and outlives its seats: a sequence that was preempted comes back with the
+    constraint as it left. Only `source` reads and changes what is inside.
+    """
+
+    @property
+    def source(self) -> "MaskSource":
+        """Who computes its masks, together with those of others."""
+        ...
+
+    @property
+    def failure(self) -> str:
+        """Why the sequence cannot go on; empty while it can."""
+        ...
+
+
+class MaskWork(msgspec.Struct, frozen=True, gc=False):
+    """One constraint's part of a step: the token its sequence drew, or NO_TOKEN; where its mask goes."""
+
+    constraint: Constraint
+    seat: int
+    token_id: int = NO_TOKEN
+
+
+class MaskSource(Protocol):
+    """Computes masks of many constraints at once, on threads of its own."""
+
+    def compute(self, work: Sequence[MaskWork], masks: NDArray[np.uint32]) -> None:
+        """Let each constraint read its token, then write what may come next into `masks[seat]`.
+
+        masks [max_seats, ceil(vocab / 32)] uint32, C-contiguous: bit i % 32 of word i / 32 is 1 where id
+        i may be drawn. Never raises for a constraint: it notes its `failure`. Called from one thread at
+        a time, which need not be the device's; no constraint is in two calls at once.
+        """
+        ...
 
 
 class SeatParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,7 +62,8 @@ class SeatParams(msgspec.Struct, frozen=True, kw_only=True):
     `history` [n] uint32: prompt and already generated ids (resume, preemption); ids from
     `num_prompt_tokens` on are output and count for presence and frequency penalties. Tokens sampled
     later are counted by the device itself. `suppressed_ids` are never drawn for a token whose position
-    in the sequence is below `suppress_below` (min_tokens).
+    in the sequence is below `suppress_below` (min_tokens). `constraint` has read all output ids; it has
+    the last word: where it allows suppressed ids only, one of them is drawn.
     """
 
     sampling: SamplingParams
@@ -26,6 +71,7 @@ class SeatParams(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     suppressed_ids: tuple[int, ...] = ()
     suppress_below: int = 0
+    constraint: Constraint | None = None
 
 
 class StepResult:
@@ -37,7 +83,8 @@ class StepResult:
     def __init__(self, max_seats: int) -> None:
         self.num_samples = 0
         self.token_ids = np.zeros(max_seats, np.int32)
-        # False: the row's logits held NaN or +inf, or nothing that may be drawn; token_ids is meaningless
+        # False: the row's logits held NaN or +inf, or nothing that may be drawn, or its constraint failed;
+        # token_ids is meaningless
         self.ok = np.zeros(max_seats, np.bool_)
         # Only of seats that asked: natural log-probabilities at temperature 1, before any filter.
         self.logprobs = np.zeros(max_seats, np.float32)

@@ -4,7 +4,7 @@ Owns: `HostSampler` with the per-seat state of one device (parameters, penalty c
 worker, called by the reference and CPU devices; the oracle for samplers on other devices.
 Source: this project; semantics are those of `ds4.generation.SamplingParams`.
 
-Order: penalties, bias, suppression, softmax at the temperature, top_k, min_p, top_p, draw. A row's
+Order: penalties, bias, suppression, mask, softmax at the temperature, top_k, min_p, top_p, draw. A row's
 token is a function of its logits, its seat and its position; its batch mates change no bit of it,
 because every shortcut below is exact (see `candidates`, `softmax`, `filters`).
 """
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from workers.sampling import bias, candidates, filters, logprobs, penalties
 from workers.sampling.interface import SeatParams, StepResult
+from workers.sampling.masks import SeatMasks
 from workers.sampling.seats import ADJUSTS, ALWAYS, DRAWS, NO_TOP_K, REPORTS, SeatTable
 from workers.sampling.softmax import SoftmaxMass
 from workers.sampling.uniform import uniforms
@@ -32,6 +33,7 @@ class HostSampler:
         self._table = SeatTable(max_seats)
         self._penalties: list[penalties.Penalties | None] = [None] * max_seats
         self._bias: list[bias.Bias | None] = [None] * max_seats
+        self._masks = SeatMasks(max_seats, vocab_size)
         self._softmax = SoftmaxMass(vocab_size)
         # Copies of rows that cannot be used in place.
         self._rows = np.empty((max_seats, vocab_size), np.float32)
@@ -46,6 +48,9 @@ class HostSampler:
             adjust_below = biased.adjust_below
         if penalties.wanted(sampling):
             self._penalties[seat] = penalties.Penalties(sampling, params.history, params.num_prompt_tokens)
+            adjust_below = ALWAYS
+        self._masks.seat(seat, params.constraint)
+        if params.constraint is not None:
             adjust_below = ALWAYS
         self._table.set(seat, sampling, adjust_below=adjust_below)
 
@@ -102,15 +107,21 @@ class HostSampler:
     ) -> None:
         """The same for `rows` whose logits are changed first; on a copy, since log-probabilities are raw."""
         changed = np.take(logits, rows, axis=0, out=self._rows[: len(rows)], mode="clip")
-        for row, seat, position in zip(changed, seats.tolist(), positions.tolist(), strict=True):
-            if (counts := self._penalties[seat]) is not None:
-                counts.apply(row)
-            if (biased := self._bias[seat]) is not None:
-                biased.apply(row, position)
+        constrained = [index for index, seat in enumerate(seats.tolist()) if seat in self._masks]
+        if constrained:
+            self._masks.wait()
+        for index, (seat, position) in enumerate(zip(seats.tolist(), positions.tolist(), strict=True)):
+            self._adjust(changed[index], seat, position)
+            if seat in self._masks and np.isneginf(changed[index].max()):
+                changed[index] = logits[rows[index]]  # only the end is left: suppression has to give way
+                self._adjust(changed[index], seat, ALWAYS)
         best_ids = changed.argmax(axis=1)
         best = changed[np.arange(len(rows)), best_ids]
         token_ids[rows] = best_ids
         ok[rows] = np.isfinite(best)  # False: everything is suppressed
+        for index in constrained:
+            if self._masks.has_failed(int(seats[index])):
+                ok[rows[index]] = False
         drawn = np.flatnonzero((self._table.needs[seats] & DRAWS != 0) & ok[rows])
         if len(drawn):
             values = changed if len(drawn) == len(changed) else changed[drawn]
@@ -118,6 +129,18 @@ class HostSampler:
         for token_id, seat in zip(token_ids[rows].tolist(), seats.tolist(), strict=True):
             if (counts := self._penalties[seat]) is not None:
                 counts.count(token_id)
+        if constrained:
+            drawn_rows = [index for index in constrained if ok[rows[index]]]
+            self._masks.accept((int(seats[index]), int(token_ids[rows[index]])) for index in drawn_rows)
+
+    def _adjust(self, row: NDArray[np.float32], seat: int, position: int) -> None:
+        """Penalties, bias, suppression and mask of one row [vocab], in place."""
+        if (counts := self._penalties[seat]) is not None:
+            counts.apply(row)
+        if (biased := self._bias[seat]) is not None:
+            biased.apply(row, position)
+        if seat in self._masks:
+            self._masks.apply(seat, row)
 
     def _gather(self, logits: NDArray[np.float32], rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """`logits[rows]`, without a copy if that is all of them; valid until the next call."""
