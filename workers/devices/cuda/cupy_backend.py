@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ds4.errors import ConfigError
+from workers.devices.cuda.arguments import Cell, convert
 from workers.devices.cuda.backend import Argument, DeviceArray, Event, Graph
 from workers.devices.cuda.driver import Driver
 from workers.devices.interface import DeviceFaultError
-from workers.kernels.sources import Kernel, ParameterKind, compile_options, parameters, source_text
+from workers.kernels.sources import Kernel, compile_options, source_text
 
 _RUNTIME: Final = cupy.cuda.runtime
 _ERRORS: Final = (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)
@@ -30,11 +31,6 @@ _OUT_OF_MEMORY: Final = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEM
 _HOST_TO_DEVICE: Final = 1  # cudaMemcpyKind
 _DEVICE_TO_HOST: Final = 2
 _PLAIN_SHARED_BYTES: Final = 48 * 1024  # what a block gets without asking
-_WHOLE: Final = {
-    ParameterKind.INT32: np.int32,
-    ParameterKind.UINT32: np.uint32,
-    ParameterKind.UINT64: np.uint64,
-}
 
 
 @contextmanager
@@ -103,9 +99,8 @@ class CupyBackend:
         self._stream: Any = cupy.cuda.Stream(non_blocking=True)
         self._stream.use()  # kernels go to the thread's current stream
         self._modules: dict[tuple[str, tuple[tuple[str, int], ...]], Any] = {}
-        # Entry, parameter kinds and the dynamic shared memory it may use by now.
-        self._functions: dict[Kernel, tuple[Any, tuple[ParameterKind, ...]]] = {}
-        self._shared_limits: dict[Kernel, int] = {}
+        self._functions: dict[Kernel, Any] = {}
+        self._shared_limits: dict[Kernel, int] = {}  # dynamic shared memory asked for so far
         self._num_captured: int | None = None  # None: not capturing
         properties = _RUNTIME.getDeviceProperties(cupy.cuda.runtime.getDevice())
         self.gpu_name: Final[str] = properties["name"].decode()
@@ -165,7 +160,7 @@ class CupyBackend:
         for kernel in kernels:
             self._function(kernel)
 
-    def _function(self, kernel: Kernel) -> tuple[Any, tuple[ParameterKind, ...]]:
+    def _function(self, kernel: Kernel) -> Any:
         found = self._functions.get(kernel)
         if found is not None:
             return found
@@ -183,9 +178,8 @@ class CupyBackend:
                 f"the GPU's kernels cannot be compiled ({kernel.source}: {_first_line(error)})",
                 setting="device",
             ) from error
-        found = function, parameters(kernel.source)[kernel.entry]
-        self._functions[kernel] = found
-        return found
+        self._functions[kernel] = function
+        return function
 
     def launch(
         self,
@@ -196,14 +190,10 @@ class CupyBackend:
         arguments: Sequence[Argument],
     ) -> None:
         """Queue one kernel."""
-        function, kinds = self._function(kernel)
-        if len(arguments) != len(kinds):
-            raise TypeError(f"{kernel.entry} takes {len(kinds)} arguments, not {len(arguments)}")
+        function = self._function(kernel)
         if min(grid) < 1:
             raise ValueError(f"{kernel.entry}: a grid of {grid}")
-        values = tuple(
-            _convert(kernel, kind, argument) for kind, argument in zip(kinds, arguments, strict=True)
-        )
+        values = tuple(map(_value, convert(kernel, arguments)))
         with _faults(f"launching {kernel.entry}"):
             if shared_bytes > self._shared_limits.get(kernel, _PLAIN_SHARED_BYTES):
                 function.max_dynamic_shared_size_bytes = shared_bytes
@@ -257,23 +247,15 @@ class CupyBackend:
         self._modules.clear()
 
 
+def _value(cell: Cell) -> Any:
+    """A cell as CuPy passes it by value: an address is eight bytes, and None would be no argument at all."""
+    if cell is None:
+        return np.uint64(0)
+    return cell.address if isinstance(cell, _Array) else cell
+
+
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
-
-
-def _convert(kernel: Kernel, kind: ParameterKind, argument: Argument) -> Any:
-    """The argument with the width its parameter has: CuPy would pass any Python number as eight bytes."""
-    if kind is ParameterKind.POINTER:
-        if argument is None:
-            return np.uint64(0)
-        if isinstance(argument, _Array):
-            return argument.address
-        raise TypeError(f"{kernel.entry}: a pointer is an array or None, not {type(argument).__name__}")
-    if kind is ParameterKind.FLOAT32 and isinstance(argument, int | float | np.floating):
-        return np.float32(argument)
-    if kind is not ParameterKind.FLOAT32 and isinstance(argument, int | np.integer):
-        return _WHOLE[kind](argument)
-    raise TypeError(f"{kernel.entry}: {argument!r} for a {kind.name}")
 
 
 # Each CuPy wheel is for one major version of CUDA; the extras and packages are named after it.
