@@ -6,6 +6,7 @@ transformers' `apply_chat_template`; what a template can take is found out by re
 Everything that comes from the client is guarded (ds4/text/markers.py) before the template sees it.
 """
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -27,6 +28,7 @@ CHATML: Final = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _PROBE: Final = "probe of the content"
+_LONG_ID: Final = "call_probe0001"
 _TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text"})
 _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
@@ -41,7 +43,7 @@ class ChatTemplate:
         """Raises ValueError saying what is wrong with the template."""
         self.source: Final = source
         self.is_default: Final = is_default
-        self._all_source = source + (tool_source or "")
+        self.all_source: Final = source + (tool_source or "")
         self._tokenizer = tokenizer
         self._template = compile_template(source)
         self._tool_template = compile_template(tool_source) if tool_source else self._template
@@ -53,6 +55,16 @@ class ChatTemplate:
         self._takes_json_arguments = self._understands(
             _user("?") + _tool_call('{"probe": "' + _PROBE + '"}')
         ) and not self._understands(_user("?") + _tool_call({"probe": _PROBE}))
+        self._takes_any_id = not self._refuses_long_ids()
+        call = _tool_call('{"probe": "?"}' if self._takes_json_arguments else {"probe": "?"})
+        probe = _user("?") + _tool_call({"probe": _PROBE})
+        self.shows_calls: Final = (
+            self._takes_json_arguments
+            or self._understands(probe)
+            or self._understands(probe + _tool_result(""))
+        )
+        self.shows_results: Final = self._understands(_user("?") + call + _tool_result(_PROBE))
+        self.takes_system: Final = self._understands([{"role": "system", "content": _PROBE}, *_user("?")])
 
     @classmethod
     def from_model(cls, model: ModelFile, tokenizer: Tokenizer) -> "ChatTemplate":
@@ -71,7 +83,7 @@ class ChatTemplate:
     @property
     def takes_tools(self) -> bool:
         """Whether the template does anything with `tools`."""
-        return "tools" in self._all_source
+        return "tools" in self.all_source
 
     def _understands(self, messages: list[dict[str, Any]]) -> bool:
         """Whether the probe comes out as text, and not inside Python's idea of a list or an object."""
@@ -80,6 +92,22 @@ class ChatTemplate:
         except RequestError:
             return False
         return _PROBE in text and not any(sign in text for sign in ("'type'", '"type": "text"', "{'probe'"))
+
+    def _refuses_long_ids(self) -> bool:
+        """Mistral's templates raise for ids of calls that have not nine characters."""
+        arguments = '{"probe": ""}' if self._takes_json_arguments else {"probe": ""}
+        short, long = (
+            _user("?") + _tool_call(arguments, call_id) + _tool_result("", call_id)
+            for call_id in ("probe0001", _LONG_ID)
+        )
+        return self._takes(short) and not self._takes(long)
+
+    def _takes(self, messages: list[dict[str, Any]]) -> bool:
+        try:
+            self._render(self._tool_template, messages, self._no_tools, True, {})
+        except RequestError:
+            return False
+        return True
 
     def _render(
         self,
@@ -151,17 +179,25 @@ class ChatTemplate:
                 continue
             elif name == "tool_calls" and value:
                 calls = value if self._takes_json_arguments else map(_with_object_arguments, value)
-                guarded[name] = [self._guard(call) for call in calls]
+                guarded[name] = [self._guard(self._with_id(call)) for call in calls]
+            elif name == "tool_call_id" and isinstance(value, str) and not self._takes_any_id:
+                guarded[name] = _short_id(value)
             else:
                 guarded[name] = self._guard(value)
         guarded["content"] = self._content(message.get("content"), f"{param}.content")
         return guarded
 
+    def _with_id(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        call_id = call.get("id")
+        if self._takes_any_id or not isinstance(call_id, str):
+            return call
+        return {**call, "id": _short_id(call_id)}
+
     def _role(self, role: str) -> str:
         """Templates build markers from roles (`'<|' + role + '|>'`), so only known ones pass unbroken."""
-        if role == "developer" and "developer" not in self._all_source:
+        if role == "developer" and "developer" not in self.all_source:
             return "system"  # OpenAI's new name for it, which older templates do not know
-        if role in _ROLES or f"'{role}'" in self._all_source or f'"{role}"' in self._all_source:
+        if role in _ROLES or f"'{role}'" in self.all_source or f'"{role}"' in self.all_source:
             return role
         return GUARD + self._tokenizer.markers.guard(role)
 
@@ -183,9 +219,18 @@ def _user(content: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def _tool_call(arguments: Any) -> list[dict[str, Any]]:
-    call = {"id": "probe0001", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+def _tool_call(arguments: Any, call_id: str = "probe0001") -> list[dict[str, Any]]:
+    call = {"id": call_id, "type": "function", "function": {"name": "probe", "arguments": arguments}}
     return [{"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+def _tool_result(content: str, call_id: str = "probe0001") -> list[dict[str, Any]]:
+    return [{"role": "tool", "content": content, "tool_call_id": call_id, "name": "probe"}]
+
+
+def _short_id(call_id: str) -> str:
+    """Nine letters and digits that stand for this id."""
+    return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 def _text_of(part: Any, param: str) -> str:

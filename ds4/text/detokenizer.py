@@ -15,14 +15,18 @@ _Decoder: Final = codecs.getincrementaldecoder("utf-8")
 class Detokenizer:
     """One stream's unfinished character. Single owner: whoever reads that stream."""
 
-    def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, special: bool = False, shown: frozenset[int] = frozenset()
+    ) -> None:
+        """`special`: control tokens are text too; otherwise only those in `shown` are."""
         self._tokenizer = tokenizer
         self._special = special
+        self._shown = shown
         self._decoder = _Decoder("replace")
 
     def push(self, token_id: int) -> str:
         """The text that is complete now. U+FFFD stands only for bytes that no later byte can complete."""
-        if not self._special and self._tokenizer.is_control(token_id):
+        if not self._special and self._tokenizer.is_control(token_id) and token_id not in self._shown:
             return ""
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 

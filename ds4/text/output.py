@@ -79,20 +79,31 @@ class OutputParser:
         """Whether a call has begun."""
         return self._sink.num_calls > 0
 
-    def push(self, text: str) -> list[OutputEvent]:
-        """The events that `text` completes."""
-        if not text or self._is_over or self._sink.is_full:
-            return []
-        self._source.push(text)
-        self._resume()
-        return self._sink.drain()
+    def feed(self, text: str) -> None:
+        """More of the output."""
+        if text and not self._is_over and not self._sink.is_full:
+            self._source.push(text)
+            self._resume()
 
-    def finish(self) -> list[OutputEvent]:
-        """The events of what was held back, at the end of the stream."""
+    def end(self) -> None:
+        """The output is complete; what was held back is decided."""
         if not self._is_over:
             self._source.end()
             self._resume()
+
+    def drain(self) -> list[OutputEvent]:
+        """The events since the last call, adjacent deltas of one kind joined."""
         return self._sink.drain()
+
+    def push(self, text: str) -> list[OutputEvent]:
+        """`feed` and `drain`."""
+        self.feed(text)
+        return self.drain()
+
+    def finish(self) -> list[OutputEvent]:
+        """`end` and `drain`."""
+        self.end()
+        return self.drain()
 
     def _resume(self) -> None:
         if next(self._run, self) is self:

@@ -12,7 +12,7 @@ from ds4.text.output import OutputFormat
 from ds4.text.reasoning import find_think_tags
 from ds4.text.tool_calls import ToolFormat
 from ds4.text.tools.invoke_calls import InvokeCalls
-from ds4.text.tools.json_calls import JsonCalls
+from ds4.text.tools.json_calls import BareOr, JsonCalls
 from ds4.text.tools.marked_calls import LlamaCalls, MarkedCalls, MistralCalls
 from ds4.text.tools.tagged_calls import ArgumentTagCalls, FunctionTagCalls
 
@@ -56,9 +56,17 @@ _FAMILIES: Final[tuple[tuple[tuple[str, ...], ToolFormat], ...]] = (
 )
 
 
-def find_output_format(template: str, is_token: Callable[[str], bool]) -> OutputFormat:
-    """The format of a model with this template; `is_token` tells whether its vocabulary has a text."""
+def find_output_format(
+    template: str, is_token: Callable[[str], bool], *, takes_tools: bool = True
+) -> OutputFormat:
+    """The format of a model with this template; `is_token` tells whether its vocabulary has a text.
+
+    Where the template does not tell the model about tools (`takes_tools`), the model is asked for bare JSON
+    (ds4/text/tools/plain.py), and may still write what it was trained for.
+    """
     if "<|channel|>" in template and "<|message|>" in template:
         return OutputFormat(harmony=HarmonyReader())
     tools = next((family for signs, family in _FAMILIES if all(sign in template for sign in signs)), _GENERIC)
+    if not takes_tools and tools is not _GENERIC:
+        tools = BareOr(tools, _GENERIC)
     return OutputFormat(think=find_think_tags(template, is_token), tools=tools)

@@ -130,6 +130,14 @@ class Tokenizer:
         """What the id adds to the output, perhaps a part of a character; empty for an id outside."""
         return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
 
+    def has_token(self, text: str) -> bool:
+        """Whether a piece of the vocabulary reads exactly so. Looks through all of it."""
+        return text in self._vocabulary.tokens
+
+    def control_ids_in(self, texts: Iterable[str]) -> frozenset[int]:
+        """The control tokens that these texts are made of, where they are."""
+        return frozenset(token_id for text in texts for _, _, token_id in self.markers.find(text))
+
     def is_control(self, token_id: int) -> bool:
         """Whether the id is left out of text, unless special tokens are asked for."""
         return token_id in self._silent

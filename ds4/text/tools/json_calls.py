@@ -1,6 +1,6 @@
 """Tool calls written as JSON objects with name and arguments, between markers or without any.
 
-Owns: `JsonCalls`, and what all families share: how a call begins and how its JSON arguments pass.
+Owns: `JsonCalls`, `BareOr`, and what all families share: how a call begins and how its JSON arguments pass.
 Runs in: front ends. Source: the chat templates of Hermes and Qwen (`<tool_call>`), Llama 3
 (`<|python_tag|>` or nothing), Mistral (`[TOOL_CALLS]`), Granite, Phi, Cohere.
 """
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ds4.text.arriving import SPACE, ArrivingText, Markers, Waiting
 from ds4.text.json_stream import decoded, json_string, json_value
-from ds4.text.tool_calls import EventSink
+from ds4.text.tool_calls import EventSink, ToolFormat
 
 _NAMES: Final = frozenset({"name", "tool_name", "function"})
 _ARGUMENTS: Final = frozenset({"arguments", "parameters", "args"})
@@ -127,6 +127,22 @@ class JsonCalls:
             sink.arguments(kept)
         sink.end()
         return True
+
+
+class BareOr:
+    """A family's calls, and bare JSON where the output begins. Immutable."""
+
+    is_bare: Final = True
+
+    def __init__(self, family: ToolFormat, bare: JsonCalls) -> None:
+        self.openers: Final = family.openers
+        self.markers: Final = family.markers
+        self._family = family
+        self._bare = bare
+
+    def calls(self, source: ArrivingText, sink: EventSink, opener: str) -> Waiting[bool]:
+        """What the opener announces."""
+        return (yield from (self._family if opener else self._bare).calls(source, sink, opener))
 
 
 def _key(source: ArrivingText) -> Waiting[str | None]:

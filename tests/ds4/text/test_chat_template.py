@@ -233,3 +233,30 @@ def test_the_embedded_models_template_gives_its_chat_format() -> None:
     ids = tokenizer.encode_rendered(rendered)
     assert (ids.count(1), ids.count(2)) == (5, 4)
     assert tokenizer.decode(ids, special=True) == rendered
+
+
+def test_a_template_that_wants_short_ids_gets_them(tokenizer: Tokenizer) -> None:
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}"
+        "{{ raise_exception('nine') }}{% endif %}<{{ c.id }}>{{ c.function.arguments | tojson }}{% endfor %}"
+        "{% if m.tool_call_id %}<{{ m.tool_call_id }}>{% endif %}{{ m.content }}{% endfor %}"
+    )
+    call = {"id": "call_0123456789", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "x", "tool_call_id": "call_0123456789"},
+    ]
+    text = ChatTemplate(source, tokenizer).render(messages)
+    first, second = (part.split(">")[0] for part in text.split("<")[1:])
+    assert first == second
+    assert len(first) == 9
+    relaxed = ChatTemplate(source.replace("!= 9", "> 99"), tokenizer).render(messages)
+    assert relaxed.count("<call_0123456789>") == 2
+
+
+def test_a_template_is_known_by_what_it_shows(tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(PLAIN, tokenizer)
+    assert (template.shows_calls, template.shows_results, template.takes_system) == (False, True, True)
+    strict = "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor %}"
+    template = ChatTemplate(strict, tokenizer)
+    assert (template.shows_calls, template.shows_results, template.takes_system) == (False, False, False)

@@ -27,6 +27,20 @@ def ids_of(tokenizer: Tokenizer, raw: bytes) -> list[int]:
     return [by_byte[bytes([byte])] for byte in raw]
 
 
+def test_control_tokens_are_silent_unless_they_are_asked_for(tokenizer: Tokenizer) -> None:
+    ids = [*ids_of(tokenizer, b"a"), MARKER]
+    shown = tokenizer.control_ids_in(["<", "text <|im_end|>", "<|im_end|"])
+    assert shown == {MARKER}
+    for options, text in (({}, "a"), ({"special": True}, "a<|im_end|>"), ({"shown": shown}, "a<|im_end|>")):
+        detokenizer = Detokenizer(tokenizer, **options)  # type: ignore[arg-type]
+        assert "".join(map(detokenizer.push, ids)) == text
+
+
+def test_the_vocabulary_can_be_asked_for_a_token(tokenizer: Tokenizer) -> None:
+    assert tokenizer.has_token("<|im_end|>")
+    assert not tokenizer.has_token("<|im_start|>")
+
+
 @settings(deadline=None)
 @given(text=st.text())
 def test_the_pieces_join_to_the_text_and_are_whole_characters(tokenizer: Tokenizer, text: str) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds4.text.output_format import find_output_format
 from ds4.text.tools.invoke_calls import InvokeCalls
 from ds4.text.tools.json_calls import JsonCalls
 from ds4.text.tools.marked_calls import LlamaCalls, MarkedCalls, MistralCalls
@@ -87,3 +88,10 @@ def test_an_output_of_openers_alone_is_read_quickly_enough(template: str) -> Non
 
 def test_an_unknown_format_takes_plain_json() -> None:
     assert parse(format_of("{{ messages }}"), ['{"name": "ping"}']) == call(0, "ping", "{}")
+
+
+def test_a_template_without_tools_takes_plain_json_and_its_familys_calls() -> None:
+    output_format = find_output_format("<tool_call>", lambda text: False, takes_tools=False)
+    plain = '{"name": "ping"}'
+    assert parse(output_format, [plain]) == call(0, "ping", "{}")
+    assert parse(output_format, [f"<tool_call>{plain}</tool_call>"]) == call(0, "ping", "{}")
