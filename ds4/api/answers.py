@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from ds4.api.choices import Choice, Choices, Piece, TokenText, each_choice
-from ds4.api.errors import ClientGoneError, failure
+from ds4.api.errors import ClientGoneError, Failure, failure
 from ds4.api.exchange import Exchange
-from ds4.api.sse import DONE, EventStream, event
+from ds4.api.sse import COMMENT, DONE, EventStream, event
 
 
 class Identity:
@@ -50,11 +50,28 @@ async def stream_answer(
     writer: Callable[[Choice], ChunkWriter],
     usage_frame: Callable[[], bytes] | None,
 ) -> None:
-    """Headers and opening chunks at once, pieces as they come, then usage and `[DONE]`.
+    """An OpenAI stream: opening chunks, pieces, then usage and `[DONE]`."""
+
+    def last() -> bytes:
+        return (usage_frame() if usage_frame is not None else b"") + DONE
+
+    await stream_frames(exchange, choices, writer, last, lambda told: event(told.body) + DONE)
+
+
+async def stream_frames(
+    exchange: Exchange,
+    choices: Choices,
+    writer: Callable[[Choice], ChunkWriter],
+    last: Callable[[], bytes],
+    failed: Callable[[Failure], bytes],
+    *,
+    sign_of_life: bytes = COMMENT,
+) -> None:
+    """Headers and opening frames at once, pieces as they come, then the last frames.
 
     An error after the headers becomes an error event: the stream ends, but never as if all was well.
     """
-    stream = EventStream(exchange.send)
+    stream = EventStream(exchange.send, sign_of_life)
     await stream.start()
 
     async def run(choice: Choice) -> None:
@@ -65,7 +82,8 @@ async def stream_answer(
             frames = chunks.piece(piece) if piece.text or piece.tokens else b""
             if piece.finish:
                 frames += chunks.ending(choice, piece.finish)
-            await stream.write(frames)
+            if frames:
+                await stream.write(frames)
 
     with exchange.state.keep_alive.watching(stream):
         try:
@@ -74,22 +92,22 @@ async def stream_answer(
             raise
         except Exception as error:  # noqa: BLE001 - the request boundary: headers are out
             exchange.state.engine.metrics.add("ds4_request_errors_total")
-            await stream.finish(event(failure(error, exchange.request_id).body) + DONE)
+            await stream.finish(failed(failure(error, exchange.request_id)))
             return
-    await stream.finish((usage_frame() if usage_frame is not None else b"") + DONE)
+    await stream.finish(last())
 
 
 class Collected:
     """A whole choice."""
 
-    __slots__ = ("choice", "finish", "text", "tokens")
+    __slots__ = ("choice", "finish", "pieces", "text", "tokens")
 
     def __init__(self, choice: Choice, pieces: Iterable[Piece]) -> None:
-        kept = list(pieces)
+        self.pieces = list(pieces)
         self.choice = choice
-        self.text = "".join(piece.text for piece in kept)
-        self.tokens: list[TokenText] = [token for piece in kept for token in piece.tokens]
-        self.finish = kept[-1].finish
+        self.text = "".join(piece.text for piece in self.pieces)
+        self.tokens: list[TokenText] = [token for piece in self.pieces for token in piece.tokens]
+        self.finish = self.pieces[-1].finish
 
 
 async def collect_answer(choices: Choices) -> list[Collected]:

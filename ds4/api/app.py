@@ -18,9 +18,11 @@ from starlette.routing import BaseRoute, Route
 
 from ds4.api.chat import chat_completions
 from ds4.api.completions import completions
+from ds4.api.dialects import refusal
 from ds4.api.errors import failure
 from ds4.api.exchange import Endpoint, Exchange
 from ds4.api.health import Health
+from ds4.api.messages import count_tokens, messages
 from ds4.api.middleware import Authenticate, Observe, api_keys
 from ds4.api.models import Models
 from ds4.api.state import FrontState
@@ -37,6 +39,8 @@ _POSTS: Final[tuple[tuple[str, Callable[[Exchange], Awaitable[None]]], ...]] = (
     ("/chat/completions", chat_completions),
     (_OPENAI + "/completions", completions),
     ("/completions", completions),
+    (_OPENAI + "/messages", messages),
+    (_OPENAI + "/messages/count_tokens", count_tokens),
     ("/tokenize", tokenize),
     ("/detokenize", detokenize),
     ("/apply-template", apply_template),
@@ -107,4 +111,4 @@ def _middleware(settings: Settings, state: FrontState) -> list[Middleware]:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return failure(error, request.scope.get("ds4.request_id", "")).response()
+    return refusal(failure(error, request.scope.get("ds4.request_id", "")), request.scope)

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
 
+from ds4.api.dialects import refusal
 from ds4.api.documents import document
 from ds4.api.errors import BodyTooLargeError, ClientGoneError, failure
 from ds4.api.state import FrontState
@@ -116,6 +117,6 @@ class Endpoint:
             told = failure(error, exchange.request_id)
             if told.reason:
                 self._state.engine.metrics.add("ds4_requests_rejected_total", label=told.reason)
-            await told.response()(scope, receive, send)
+            await refusal(told, scope)(scope, receive, send)
         finally:
             exchange.close()

@@ -14,6 +14,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ds4.api.dialects import is_anthropic, refusal
 from ds4.api.errors import UnauthorizedError, failure
 from ds4.api.state import FrontState
 from ds4.config import Settings
@@ -44,6 +45,8 @@ class Observe:
         async def observed(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                if is_anthropic(scope["path"]):  # where Anthropic's clients look for it
+                    message["headers"].append((b"request-id", request_id))
                 if self._state.engine.draining:  # the client's next request goes to a process that stays
                     message["headers"].append((b"connection", b"close"))
                 status = int(message["status"])
@@ -75,7 +78,7 @@ class Authenticate:
             return
         told = failure(UnauthorizedError("a valid API key is needed: Authorization: Bearer KEY"))
         self._state.engine.metrics.add("ds4_requests_rejected_total", label=told.reason)
-        await told.response()(scope, receive, send)
+        await refusal(told, scope)(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
         authorization = _header(scope, b"authorization")

@@ -14,7 +14,7 @@ from starlette.types import Send
 
 KEEP_ALIVE_S: Final = 5.0
 _TICK_S: Final = 1.0
-_COMMENT: Final = b": keep-alive\n\n"
+COMMENT: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
 # Stands for the text in a chunk that becomes a template; no client can guess it.
 MARK: Final = secrets.token_hex(16)
@@ -33,15 +33,23 @@ def event(chunk: msgspec.Struct) -> bytes:
     return b"data: " + _encode(chunk) + b"\n\n"
 
 
+def named_event(chunk: msgspec.Struct) -> bytes:
+    """A chunk as a frame that also names its type, which is the chunk's tag."""
+    name = str(chunk.__struct_config__.tag)
+    return b"event: " + name.encode() + b"\ndata: " + _encode(chunk) + b"\n\n"
+
+
 class FrameTemplate:
     """A chunk in which only one text changes: constant bytes before and after it. Immutable."""
 
     __slots__ = ("_prefix", "_suffix")
 
     def __init__(self, chunk: msgspec.Struct) -> None:
-        before, after = _encode(chunk).split(_ENCODED_MARK)
-        self._prefix = b"data: " + before
-        self._suffix = after + b"\n\n"
+        tag = chunk.__struct_config__.tag
+        frame = event(chunk) if tag is None else named_event(chunk)
+        before, after = frame.split(_ENCODED_MARK)
+        self._prefix = before
+        self._suffix = after
 
     def frame(self, text: str) -> bytes:
         """The frame with `text` at the mark."""
@@ -49,10 +57,11 @@ class FrameTemplate:
 
 
 class EventStream:
-    """One response. Written by the tasks of its request; the ticker adds comments in silence."""
+    """One response. Written by the tasks of its request; the ticker breaks its silence."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, sign_of_life: bytes = COMMENT) -> None:
         self._send = send
+        self._sign_of_life = sign_of_life
         self._loop = asyncio.get_running_loop()
         self.last_write_s = self._loop.time()
         self._num_writing = 0
@@ -78,10 +87,10 @@ class EventStream:
         await self._send({"type": "http.response.body", "body": frame, "more_body": False})
 
     def tick(self, now_s: float) -> None:
-        """Send a comment if nothing went out lately. A blocked write is no silence of ours."""
+        """Send a sign of life if nothing went out lately. A blocked write is no silence of ours."""
         if now_s - self.last_write_s < KEEP_ALIVE_S - _TICK_S or self._num_writing:
             return
-        self._comment = self._loop.create_task(self.write(_COMMENT))
+        self._comment = self._loop.create_task(self.write(self._sign_of_life))
         self._comment.add_done_callback(self._commented)
 
     def _commented(self, task: asyncio.Task[None]) -> None:

@@ -1,0 +1,31 @@
+"""A turn of a conversation in any dialect: a chat request on the way in, output events on the way out.
+
+Owns: how dialects that are not chat reach what chat has. Runs in: front ends. They neither render
+templates nor read tags themselves.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from ds4.api.chat import chat_job
+from ds4.api.choices import Job, Piece
+from ds4.api.state import ServedModel
+from ds4.errors import RequestError
+from ds4.protocol.openai_chat import ChatRequest
+from ds4.text.tool_calls import OutputEvent, TextDelta
+
+
+def turn_job(model: ServedModel, fields: Mapping[str, Any], param: str) -> Job:
+    """What a chat request with these fields asks of the worker. Raises RequestError."""
+    try:
+        request = msgspec.convert(fields, ChatRequest)
+    except msgspec.ValidationError as error:
+        raise RequestError(str(error), param=param, code="invalid_type") from None
+    return chat_job(model, request, param)
+
+
+def output_events(piece: Piece) -> Iterable[OutputEvent]:
+    """What a piece adds to the output."""
+    return (TextDelta(piece.text),) if piece.text else ()
