@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from ds4.errors import RingUnavailableError
 from ds4.ring.front_end import FrontEndRing
-from ds4.ring.worker_end import Polled, WorkerRing
+from ds4.ring.worker_end import Polled, Submission, WorkerRing
 from tests.ds4.ring.harness import DEADLINE_S, STOP, array, make_worker, prompt, until
 
 # Says each state it reached; reads only while told to.
@@ -86,12 +87,14 @@ def said(process: Child) -> str:
 
 
 def poll_until(worker: WorkerRing, kind: str) -> Polled:
-    """Serve the worker's end until something of this kind happens (the suite's own timeout is the limit)."""
-    while True:
+    """Serve the worker's end until something of this kind happens."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
         polled = worker.poll()
         if getattr(polled, kind):
             return polled
         worker.sleep(0.05)
+    pytest.fail(f"no {kind} in time")
 
 
 @pytest.mark.parametrize("state", ["attached", "submitted", "taken", "unread"])
@@ -99,20 +102,20 @@ def test_a_front_end_killed_in_any_state_leaves_nothing(tmp_path: Path, state: s
     directory = tmp_path / "ring"
     worker = make_worker(directory)
     with child(FRONT_END, str(directory), state) as front_end:
+        taken: list[Submission] = []
         while worker.num_front_ends == 0:
-            worker.poll()
+            taken += worker.poll().submissions  # the poll that attaches it may already bring its request
             worker.sleep(0.05)
         assert said(front_end) == "attached"
-        dropped: list[int] = []
         if state != "attached":
             assert said(front_end) == "submitted"
         if state in ("taken", "unread"):
-            [submission] = poll_until(worker, "submissions").submissions
-            dropped = [submission.slot]
+            [submission] = taken or poll_until(worker, "submissions").submissions
+            taken = [submission]
             if state == "unread":
                 front_end.send_signal(signal.SIGSTOP)
                 for _ in range(10):
-                    worker.publish(array(*dropped), array(1).astype("int32"))
+                    worker.publish(array(submission.slot), array(1).astype("int32"))
         front_end.kill()
         front_end.wait()
         seen: list[int] = []
@@ -120,9 +123,9 @@ def test_a_front_end_killed_in_any_state_leaves_nothing(tmp_path: Path, state: s
             worker.sleep(0.05)
             polled = worker.poll()
             seen += polled.dropped
-            dropped += [one.slot for one in polled.submissions]
+            taken += polled.submissions
         seen += worker.poll().dropped
-        assert seen == dropped
+        assert seen == [one.slot for one in taken]
     assert worker.num_outstanding == worker.num_pending == 0
     assert os.listdir(directory / "prompts") == []
     worker.close()
