@@ -88,3 +88,102 @@ def quantised_matmul(ggml_type: int, variant: MatmulVariant, num_rows: int, num_
         grid=(_ceil(num_tiles, tiles), _ceil(num_rows, rows), 1),
         block=256,
     )
+
+
+FloatVariant = Literal["float_vector_1", "float_vector_4", "float_matrix"]
+_FLOAT_BLOCKS: Final[dict[FloatVariant, tuple[int, int, int]]] = {  # rows, outputs, threads
+    "float_vector_1": (1, 16, 256),
+    "float_vector_4": (4, 16, 256),
+    "float_matrix": (32, 64, 128),
+}
+
+
+def default_float_variant(num_rows: int, *, batch_invariant: bool) -> FloatVariant:
+    """The kernel for this many rows. The two vector kernels give the same bits, the matrix kernel others."""
+    if num_rows == 1:
+        return "float_vector_1"
+    return "float_vector_4" if num_rows <= 8 or batch_invariant else "float_matrix"
+
+
+def float_matmul(ggml_type: int, variant: FloatVariant, num_rows: int, num_weight_rows: int) -> Shape:
+    """Arguments: out, out_stride, out_offset, weight, bias, num_outputs, num_weight_rows, num_inputs, x, num_rows,
+    epilogue. `num_weight_rows` are those of the packed matrix: for gate and up, twice ffn padded to 8.
+    """
+    rows, outputs, threads = _FLOAT_BLOCKS[variant]
+    return Shape(
+        kernel=Kernel(source="float_matmul.cu", entry=variant, defines=(("FORMAT", ggml_type),)),
+        grid=(_ceil(num_weight_rows, outputs), _ceil(num_rows, rows), 1),
+        block=threads,
+    )
+
+
+def rope_append(num_rows: int, num_heads: int, num_kv_heads: int) -> Shape:
+    """Arguments: qkv, rotations, positions, row_seats, page_tables, pitch, q, keys, values, num_heads, num_kv_heads,
+    head_size, num_pairs, interleaved, q_scale (attention's scale times log2(e)).
+    """
+    kernel = Kernel(source="rope_append.cu", entry="rope_append")
+    return Shape(kernel=kernel, grid=(num_heads + 2 * num_kv_heads, num_rows, 1), block=64)
+
+
+def update_pages(count: int) -> Shape:
+    """Arguments: page_tables, pitch, entries, count."""
+    kernel = Kernel(source="rope_append.cu", entry="update_pages")
+    return Shape(kernel=kernel, grid=(_ceil(count, 128), 1, 1), block=128)
+
+
+def advance(num_rows: int) -> Shape:
+    """Arguments: tokens, positions, num_rows."""
+    kernel = Kernel(source="rope_append.cu", entry="advance")
+    return Shape(kernel=kernel, grid=(_ceil(num_rows, 128), 1, 1), block=128)
+
+
+MAX_DECODE_GROUP: Final = 16  # query heads of a KV head that `attend_row` can take; more need `attend_chunk`
+CHUNK_QUERIES: Final = 64
+
+
+def chunk_rows(num_heads: int, num_kv_heads: int) -> int:
+    """The most rows of one sequence that one tile of `attend_chunk` may hold. 0: this model cannot run."""
+    return CHUNK_QUERIES // (num_heads // num_kv_heads)
+
+
+def _attention(entry: str, head_size: int, split_tokens: int) -> Kernel:
+    defines = (("HEAD_SIZE", head_size), ("SPLIT_TOKENS", split_tokens))
+    return Kernel(source="attention.cu", entry=entry, defines=defines)
+
+
+def attend_row(head_size: int, split_tokens: int, num_blocks: int, num_kv_heads: int, num_rows: int) -> Shape:
+    """Arguments: partials, max_splits, q, keys, values, positions, row_seats, page_tables, pitch, num_heads.
+    `num_blocks` share out the splits of a row; the result does not depend on it.
+    """
+    kernel = _attention("attend_row", head_size, split_tokens)
+    return Shape(kernel=kernel, grid=(num_blocks, num_kv_heads, num_rows), block=32)
+
+
+def combine(head_size: int, split_tokens: int, num_heads: int, num_rows: int) -> Shape:
+    """Arguments: out, partials, max_splits, positions."""
+    kernel = _attention("combine", head_size, split_tokens)
+    return Shape(kernel=kernel, grid=(num_heads, num_rows, 1), block=32 * _ceil(head_size, 32))
+
+
+def attend_chunk(head_size: int, split_tokens: int, num_kv_heads: int, num_chunks: int) -> Shape:
+    """Arguments: out, chunks [.., 2] (first row, number of rows), q, keys, values, positions, row_seats, page_tables,
+    pitch, num_heads.
+    """
+    kernel = _attention("attend_chunk", head_size, split_tokens)
+    return Shape(kernel=kernel, grid=(num_kv_heads, num_chunks, 1), block=128)
+
+
+def adjust(num_samples: int) -> Shape:
+    """Arguments: adjusted, logits, seats, counts, adjust_ids, adjust_values, masks (or None), positions, sample_rows,
+    sample_seats, vocab_size, capacity. Needed only where a seat of the step adjusts or masks.
+    """
+    kernel = Kernel(source="sampling.cu", entry="adjust")
+    return Shape(kernel=kernel, grid=(num_samples, 1, 1), block=512)
+
+
+def sample(num_samples: int) -> Shape:
+    """Arguments: results, last_tokens, counts, logits, adjusted, seats, positions, sample_rows, sample_seats,
+    vocab_size.
+    """
+    kernel = Kernel(source="sampling.cu", entry="sample")
+    return Shape(kernel=kernel, grid=(num_samples, 1, 1), block=512)

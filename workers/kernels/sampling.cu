@@ -1,354 +1,276 @@
-// One token for every sampled row: penalties, bias, top_k, min_p, top_p, the draw, log-probabilities.
+// One token for every sampled row: penalties, bias, masks, filters, the draw, log-probabilities.
 //
-// Owns: SeatSampling's layout, together with workers/devices/cuda/sampling.py, which fills it. Runs in:
-// the last two kernels of a step. Source: must agree with workers/sampling/sampler.py, the oracle, whose
-// order of operations and random numbers it repeats; the search is this project's.
+// Owns: the layouts `Seat` and `Result`, which `sampling_layout.py` repeats. Precision and order are those of the
+// host sampler (workers/sampling/sampler.py), which is the reference: float32 for logits and weights. Only
+// sums differ: a weight is a whole number of 2^-44, so that sums have no rounding and no order and every
+// comparison of sums is exact; a result can differ where a sum is within 2^-26 of a limit.
 //
-// Every filter keeps a prefix of the candidates, which are ordered by descending value, lowest id first
-// among equal ones. So nothing is sorted: a prefix is a Cut, "all above this value, and so many of those equal
-// to it", and a cut is found by descending through histograms of counts or of probability. Probabilities are
-// summed as whole numbers (a weight of 1 is 2^62 over the vocabulary's size): such sums have no order, so
-// the same row gives the same token whatever atomics do first. A weight is off by less than 2^-40.
+// Nothing is sorted. Candidates are ordered by (descending value, ascending id), a 64-bit key without ties; the
+// filters all keep a prefix of that order, and `find` descends to the key where a running sum reaches its
+// target, by histograms of 11 (10) bits of the key at a time.
 #include "prelude.cuh"
 
-#define SAMPLE_THREADS 512
-#define BEST_THREADS 256
-#define NUM_BINS 2048
+#define THREADS 512
+#define MAX_TOP 20  // ds4.generation.MAX_TOP_LOGPROBS
+#define BINS 2048
+#define LEVELS 5
+#define ONE 17592186044416.0f  // 2^44, the weight of the best candidate
 
-#define DRAWS 1u  // as in workers/sampling/seats.py
-#define ADJUSTS 2u
-#define REPORTS 4u
-#define COUNTS 8u  // penalties: drawn tokens are counted
+#define DRAWS 1  // bits of Seat.needs, as in workers/sampling/seats.py
+#define ADJUSTS 2
+#define REPORTS 4
+#define MASKED 8  // the seat's grammar mask holds for its next token
 
-// A word of `history`, per seat and token id.
-#define IN_PROMPT 0x80000000u
-#define SUPPRESSED 0x40000000u
-#define COUNT_MASK 0x3FFFFFFFu
-
-#define MAX_FLOAT 3.402823466e38f
-#define ORDERED_MINUS_INFINITY 0x007FFFFFu
-#define NOT_A_NUMBER 0xFFFFFFFFFFFFFFFFull
-#define MAX_TOP 20
-
-struct SeatSampling {
-  u32 flags;
-  float temperature;
+struct Seat {
+  u64 stream;    // the hashed seed
+  double top_p;  // 1: off
+  float temperature, min_p;
   int top_k;  // the largest int: off
-  float min_p;
-  double top_p;
-  u64 stream;  // the hashed seed
-  int num_top;  // -1: no log-probabilities
-  int adjust_below;  // ADJUSTS holds for tokens whose position is below
-  int suppress_below;
+  int num_logprobs;
+  int needs, adjust_below;
   float repetition, presence, frequency;
+  int num_biases, num_suppressed, suppress_below;
 };
 
-// Larger for larger values; NaN aside. Both zeros are one value.
-__device__ __forceinline__ u32 ordered(float x) {
-  const u32 bits = __float_as_uint(x + 0.0f);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-__device__ __forceinline__ float unordered(u32 key) {
-  return __uint_as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key);
-}
-__device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7F800000u) != 0x7F800000u; }
-__device__ __forceinline__ bool is_nan(float x) { return (__float_as_uint(x) & 0x7FFFFFFFu) > 0x7F800000u; }
-// Value and id in candidate order: the largest is the first candidate.
-__device__ __forceinline__ u64 candidate(float x, int id) { return (u64)ordered(x) << 32 | (u32)~id; }
-__device__ __forceinline__ float clipped(float x) { return fminf(fmaxf(x, -MAX_FLOAT), MAX_FLOAT); }
-
-// Grid (splits, samples). Of each split of a row: its first candidate, or NOT_A_NUMBER, and its least finite value.
-// Matches the first lines of HostSampler.sample.
-extern "C" __global__ void __launch_bounds__(BEST_THREADS)
-    row_best(u64* __restrict__ best, float* __restrict__ lowest, const float* __restrict__ logits, int vocab, int pitch) {
-  __shared__ u64 cells[33];
-  __shared__ float float_cells[33];
-  const float* row = logits + (size_t)blockIdx.y * pitch;
-  const int per_split = (vocab + gridDim.x - 1) / gridDim.x;
-  const int first = blockIdx.x * per_split, end = min(first + per_split, vocab);
-  u64 found = 0;
-  float least = MAX_FLOAT;
-  for (int i = first + threadIdx.x; i < end; i += BEST_THREADS) {
-    const float x = row[i];
-    const u64 mine = is_nan(x) ? NOT_A_NUMBER : candidate(x, i);
-    found = mine > found ? mine : found;
-    if (is_finite(x)) least = fminf(least, x);
-  }
-  found = block_max(found, cells);
-  least = -block_max(-least, float_cells);
-  if (threadIdx.x == 0) {
-    best[blockIdx.y * gridDim.x + blockIdx.x] = found;
-    lowest[blockIdx.y * gridDim.x + blockIdx.x] = least;
-  }
-}
-
-struct Row {
-  const float* logits;
-  const u32* history;
-  const float* bias;
-  SeatSampling seat;
-  int vocab;
-  int position;  // that the drawn token will have
-  bool adjusts;
-  float best;
-  float bins_a_unit;  // of value, in the first histogram
-  float scale;  // of whole-number weights
+struct Result {
+  int token, ok;
+  float logprob;
+  int unused;
+  int top_ids[MAX_TOP];
+  float top_logprobs[MAX_TOP];
 };
 
-// The logit after penalties, bias and suppression; rounded as NumPy rounds it.
-__device__ __forceinline__ float value(const Row& row, int i) {
-  float x = row.logits[i];
-  if (!row.adjusts) return x;
-  const u32 word = row.history[i];
-  if (row.seat.flags & COUNTS && word & (IN_PROMPT | COUNT_MASK) && is_finite(x)) {
-    const float count = (float)(word & COUNT_MASK);
-    x = x > 0.0f ? __fdiv_rn(x, row.seat.repetition) : __fmul_rn(x, row.seat.repetition);
-    const float charge = __fadd_rn(count > 0.0f ? row.seat.presence : 0.0f, __fmul_rn(row.seat.frequency, count));
-    x = clipped(__fadd_rn(x, -charge));
-  }
-  const float bias = row.bias[i];
-  if (bias != 0.0f && is_finite(x)) x = clipped(__fadd_rn(x, bias));
-  if (word & SUPPRESSED && row.position < row.seat.suppress_below) x = MINUS_INFINITY;
-  return x;
-}
-__device__ __forceinline__ float weight(const Row& row, float x) {
-  return expf(__fdiv_rn(__fadd_rn(x, -row.best), row.seat.temperature));
-}
-// Ascending bins of descending values, linear in the value so that few values share one.
-__device__ __forceinline__ int linear_bin(const Row& row, float x) {
-  return (int)fminf(__fmul_rn(__fadd_rn(row.best, -x), row.bins_a_unit), (float)(NUM_BINS - 1));
+__device__ __forceinline__ bool finite(float v) { return fabsf(v) <= 3.402823466e38f; }
+__device__ __forceinline__ float clamp_logit(float v) { return fminf(fmaxf(v, -3.402823466e38f), 3.402823466e38f); }
+__device__ __forceinline__ bool penalised(const Seat& s) { return s.repetition != 1 || s.presence != 0 || s.frequency != 0; }
+__device__ __forceinline__ int active_needs(const Seat& s, int position) {
+  return position >= s.adjust_below ? s.needs & ~ADJUSTS : s.needs;
 }
 
-struct Cut {
-  u32 key;  // ordered value: everything above is kept
-  u64 ties;  // and so many of those equal to it, lowest ids first
-};
-enum Measure { TOP_K, TOP_P, DRAW };
-
-struct Workspace {
-  u64 bins[NUM_BINS];
-  u64 cells[33];
-  u64 before;
-  int bin;
-};
-
-// Sum of the values of the threads before this one; `total` of all.
-__device__ __forceinline__ u64 scan(u64 v, u64* cells, u64& total) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  u64 sum = v;
-#pragma unroll
-  for (int d = 1; d < 32; d <<= 1) {
-    const u64 other = __shfl_up_sync(ALL_LANES, sum, d);
-    if (lane >= d) sum += other;
-  }
-  if (lane == 31) cells[warp] = sum;
-  __syncthreads();
-  u64 before = 0;
-  total = 0;
-  for (int w = 0; w < SAMPLE_THREADS / 32; ++w) {
-    if (w < warp) before += cells[w];
-    total += cells[w];
-  }
-  __syncthreads();
-  return before + sum - v;
-}
-
-// What a value counts for: 1 for top_k, else its weight; nothing where min_p drops it.
-__device__ __forceinline__ u64 amount(const Row& row, float x, Measure by) {
-  if (by == TOP_K && row.seat.min_p <= 0.0f) return 1;
-  const float w = weight(row, x);
-  if (w < row.seat.min_p) return 0;
-  return by == TOP_K ? 1 : (u64)(w * row.scale);
-}
-
-// One value's part in the histogram of `level`. Levels 1 to 3 look only at values that share what was found:
-// the linear bin, then the key's upper 11 bits, then 11 more.
-__device__ __forceinline__ void put(
-    const Row& row, Workspace& work, float x, u64 times, Measure by, int level, int bin0, u32 prefix) {
-  const u32 key = ordered(x);
-  int bin = linear_bin(row, x);
-  if (level) {
-    if (bin != bin0) return;
-    if (level == 1) bin = NUM_BINS - 1 - (int)(key >> 21);
-    if (level == 2) {
-      if (key >> 21 != prefix >> 21) return;
-      bin = NUM_BINS - 1 - (int)(key >> 10 & 2047u);
-    }
-    if (level == 3) {
-      if (key >> 10 != prefix >> 10) return;
-      bin = 1023 - (int)(key & 1023u);
-    }
-  }
-  const u64 mine = times * amount(row, x, by);
-  if (mine) atomicAdd(&work.bins[bin], mine);
-}
-
-// The shortest prefix of `cut` that reaches the measure's target: top_k candidates, or `share` of the weight
-// that `cut` has (more than `share` for the draw). The whole block calls it and gets the same.
-__device__ __forceinline__ Cut descend(const Row& row, Workspace& work, Cut cut, Measure by, double share) {
-  u64 target = 0, before = 0;
-  u32 prefix = 0;
-  int bin0 = 0;
-  for (int level = 0; level < 4; ++level) {
-    for (int b = threadIdx.x; b < NUM_BINS; b += SAMPLE_THREADS) work.bins[b] = 0;
-    __syncthreads();
-#pragma unroll 4
-    for (int i = threadIdx.x; i < row.vocab; i += SAMPLE_THREADS) {
-      const float x = value(row, i);
-      if (ordered(x) > cut.key) put(row, work, x, 1, by, level, bin0, prefix);
-    }
-    if (threadIdx.x == 0 && cut.ties) put(row, work, unordered(cut.key), cut.ties, by, level, bin0, prefix);
-    __syncthreads();
-
-    const int per_thread = NUM_BINS / SAMPLE_THREADS, first = threadIdx.x * per_thread;
-    u64 sum = 0, total;
-    for (int b = 0; b < per_thread; ++b) sum += work.bins[first + b];
-    u64 reached = scan(sum, work.cells, total);
-    if (level == 0) {
-      if (by == TOP_K) {
-        if (total <= (u64)row.seat.top_k) return cut;
-        target = row.seat.top_k;
-      } else {
-        const double wanted = share * (double)total;
-        target = by == TOP_P ? (u64)ceil(wanted) : (u64)wanted + 1;
-        target = target < 1 ? 1 : target > total ? total : target;
+// Penalties, then bias, then suppression, then the grammar's mask, for rows that need any; on a copy, since
+// log-probabilities are of the model's own logits.
+// Grid: (samples). Shared memory: none. logits, adjusted: float [samples][vocab]. counts: int [seats][vocab],
+// how often an id was output, the highest bit set where the prompt holds it. adjust_ids, adjust_values:
+// [seats][capacity], biases first, then suppressed ids; no id is biased twice. masks: u32 [seats][vocab / 32 rounded
+// up], bit set: allowed; null where no grammar is in use.
+extern "C" __global__ void __launch_bounds__(512) adjust(float* adjusted, const float* logits, const void* seats, const int* counts, const int* adjust_ids, const float* adjust_values, const u32* masks, const int* positions, const int* sample_rows, const int* sample_seats, int vocab_size, int capacity) {
+  const int row = blockIdx.x, seat = sample_seats[row], position = positions[sample_rows[row]] + 1;
+  const Seat& s = ((const Seat*)seats)[seat];
+  const int needs = active_needs(s, position);
+  if (!(needs & (ADJUSTS | MASKED))) return;
+  const float* from = logits + (size_t)row * vocab_size;
+  float* to = adjusted + (size_t)row * vocab_size;
+  const bool penalties = needs & ADJUSTS && penalised(s);
+  for (int i = threadIdx.x; i < vocab_size; i += THREADS) {
+    float v = from[i];
+    if (penalties && finite(v)) {
+      const int cell = counts[(size_t)seat * vocab_size + i];
+      if (cell) {
+        const float count = (float)(cell & 0x7FFFFFFF);
+        v = v > 0 ? __fdiv_rn(v, s.repetition) : __fmul_rn(v, s.repetition);
+        v = __fadd_rn(v, -__fadd_rn(count > 0 ? s.presence : 0.0f, __fmul_rn(s.frequency, count)));
+        v = clamp_logit(v);
       }
     }
-    reached += before;
-    if (reached < target && target <= reached + sum) {
-      int b = 0;
-      while (reached + work.bins[first + b] < target) reached += work.bins[first + b++];
-      work.bin = first + b;
-      work.before = reached;
+    to[i] = v;
+  }
+  __syncthreads();
+  if (needs & ADJUSTS) {
+    const size_t first = (size_t)seat * capacity;
+    for (int i = threadIdx.x; i < s.num_biases; i += THREADS) {
+      float& v = to[adjust_ids[first + i]];
+      if (finite(v)) v = clamp_logit(__fadd_rn(v, adjust_values[first + i]));
     }
     __syncthreads();
-    const int bin = work.bin;
-    before = work.before;
-    if (level == 0) bin0 = bin;
-    if (level == 1) prefix = (u32)(NUM_BINS - 1 - bin) << 21;
-    if (level == 2) prefix |= (u32)(NUM_BINS - 1 - bin) << 10;
-    if (level == 3) prefix |= (u32)(1023 - bin);
-    __syncthreads();
+    if (position < s.suppress_below)
+      for (int i = threadIdx.x; i < s.num_suppressed; i += THREADS) to[adjust_ids[first + s.num_biases + i]] = MINUS_INFINITY;
   }
-  const u64 each = amount(row, unordered(prefix), by);
-  return {prefix, (target - before + each - 1) / each};
+  if (needs & MASKED) {
+    __syncthreads();
+    const u32* mask = masks + (size_t)seat * ((vocab_size + 31) / 32);
+    for (int i = threadIdx.x; i < vocab_size; i += THREADS)
+      if (!(mask[i >> 5] >> (i & 31) & 1)) to[i] = MINUS_INFINITY;
+  }
 }
 
-// The id of the `number`-th (from 1) value equal to `key`, in order of ids.
-__device__ __forceinline__ int locate(const Row& row, Workspace& work, u32 key, u64 number) {
-  const int per_thread = (row.vocab + SAMPLE_THREADS - 1) / SAMPLE_THREADS;
-  const int first = min((int)threadIdx.x * per_thread, row.vocab), end = min(first + per_thread, row.vocab);
-  u64 count = 0, total;
-  for (int i = first; i < end; ++i) count += ordered(value(row, i)) == key;
-  u64 before = scan(count, work.cells, total);
-  if (before < number && number <= before + count)
-    for (int i = first; i < end; ++i)
-      if (ordered(value(row, i)) == key && ++before == number) work.bin = i;
-  __syncthreads();
-  const int found = work.bin;
-  __syncthreads();
-  return found;
+// ---- the order of candidates ------------------------------------------------------------------------------
+// Ascending keys are descending values, then ascending ids; -0 counts as 0.
+__device__ __forceinline__ u64 key_of(float v, int id) {
+  const u32 bits = __float_as_uint(v + 0.0f);
+  return (u64)(bits >> 31 ? bits : bits ^ 0x7FFFFFFFu) << 32 | (u32)id;
 }
-
 __device__ __forceinline__ u64 mix(u64 z) {
   z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
   z = (z ^ z >> 27) * 0x94D049BB133111EBull;
   return z ^ z >> 31;
 }
-// workers/sampling/uniform.py, bit for bit.
+// workers/sampling/uniform.py, bit for bit
 __device__ __forceinline__ double uniform(u64 stream, int position) {
-  return (double)(mix(stream + ((u64)position + 1) * 0x9E3779B97F4A7C15ull) >> 11) * 0x1p-53;
+  return (double)(mix(stream + (u64)(position + 1) * 0x9E3779B97F4A7C15ull) >> 11) * 1.1102230246251565e-16;
 }
 
-// workers/sampling/logprobs.py: the model's own distribution, of raw logits.
-__device__ __forceinline__ void report(
-    const Row& row, Workspace& work, float best, int token, float* logprob, int* top_ids, float* top_logprobs) {
-  u64 sum = 0;
-  for (int i = threadIdx.x; i < row.vocab; i += SAMPLE_THREADS)
-    sum += (u64)(expf(__fadd_rn(row.logits[i], -best)) * row.scale);
-  sum = block_sum(sum, work.cells);
-  const double normaliser = (double)best + log((double)sum / (double)row.scale);
-  if (threadIdx.x == 0) *logprob = (float)((double)row.logits[token] - normaliser);
-  u64 last = NOT_A_NUMBER;
-  for (int k = 0; k < row.seat.num_top; ++k) {
-    u64 found = 0;
-    for (int i = threadIdx.x; i < row.vocab; i += SAMPLE_THREADS) {
-      const u64 mine = candidate(row.logits[i], i);
-      if (mine < last && mine > found) found = mine;
-    }
-    found = last = block_max(found, work.cells);
-    const bool exists = (u32)(found >> 32) > ORDERED_MINUS_INFINITY;
-    if (threadIdx.x == 0) {
-      top_ids[k] = exists ? (int)~(u32)found : 0;
-      top_logprobs[k] = exists ? (float)((double)unordered((u32)(found >> 32)) - normaliser) : MINUS_INFINITY;
-    }
-  }
-}
+struct Scratch {
+  u64 sums[BINS];
+  u32 counts[BINS];
+  u64 cells[33];
+  u64 warp_sums[THREADS / 32];
+  u64 before;
+  u32 digit, count;
+};
 
-// Grid (samples). Writes what the host reads (token_ids, ok, logprobs [samples], tops [samples][MAX_TOP]),
-// last_token [seats] for the next step's embedding, and counts in `history` [seats][history_pitch].
-// Matches HostSampler.sample: exactly but for draws that fall on the border of two candidates, where the
-// last bits of exp and of the sums decide. Shared memory 17 KB.
-extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS)
-    sample(int* __restrict__ token_ids, int* __restrict__ ok, float* __restrict__ logprobs, int* __restrict__ top_ids,
-           float* __restrict__ top_logprobs, int* __restrict__ last_token, u32* history, const float* bias,
-           const float* __restrict__ logits, const u64* __restrict__ best, const float* __restrict__ lowest,
-           const int* __restrict__ sample_rows, const int* __restrict__ sample_seats, const int* __restrict__ positions,
-           const SeatSampling* __restrict__ seats, int vocab, int pitch, int history_pitch, int splits) {
-  __shared__ Workspace work;
-  const int s = blockIdx.x, seat = sample_seats[s];
-  u64 first = 0;
-  float least = MAX_FLOAT;
-  for (int i = 0; i < splits; ++i) {
-    first = max(first, best[s * splits + i]);
-    least = fminf(least, lowest[s * splits + i]);
-  }
-  const float raw_best = unordered((u32)(first >> 32));
-  bool is_sound = first != NOT_A_NUMBER && is_finite(raw_best);
-  int token = is_sound ? (int)~(u32)first : 0;
+__device__ __forceinline__ u64 block_min(u64 v, Scratch& s) { return ~block_max(~v, s.cells); }
 
-  Row row;
-  row.seat = seats[seat];
-  row.logits = logits + (size_t)s * pitch;
-  row.history = history + (size_t)seat * history_pitch;
-  row.bias = bias + (size_t)seat * history_pitch;
-  row.vocab = vocab;
-  row.position = positions[sample_rows[s]] + 1;
-  row.adjusts = row.seat.flags & ADJUSTS && row.position < row.seat.adjust_below;
-  row.best = raw_best;
-  row.scale = (float)(1ull << (30 + __clz(vocab)));  // 2^62 over the next power of two
-  const bool was_sound = is_sound;
-  if (is_sound && row.adjusts) {
-    first = 0;
-    least = MAX_FLOAT;
-    for (int i = threadIdx.x; i < vocab; i += SAMPLE_THREADS) {
-      const float x = value(row, i);
-      first = max(first, candidate(x, i));
-      if (is_finite(x)) least = fminf(least, x);
-    }
-    first = block_max(first, work.cells);
-    least = -block_max(-least, (float*)work.bins);
-    row.best = unordered((u32)(first >> 32));
-    is_sound = is_finite(row.best);  // else everything is suppressed
-    token = (int)~(u32)first;
-  }
-  if (is_sound && row.seat.flags & DRAWS) {
-    const float range = __fadd_rn(row.best, -least);
-    row.bins_a_unit = range > 0.0f && is_finite(range) ? (NUM_BINS - 1) / range : 0.0f;
-    Cut cut = {ORDERED_MINUS_INFINITY, 0};
+// The smallest key whose running sum of `measure(value)` over candidates with keys up to `cutoff` reaches
+// `target` >= 1, and what the sum is there. The whole sum must reach it. Called by all threads alike.
+template <class Measure>
+__device__ __forceinline__ u64 find(const float* x, int vocab_size, u64 cutoff, u64 target, u64& reached, Scratch& s,
+                                    Measure measure) {
+  constexpr int PER_THREAD = BINS / THREADS;
+  const int shifts[LEVELS] = {53, 42, 32, 10, 0};  // ids have 20 bits
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  u64 prefix = 0, mask = 0, before = 0;
 #pragma unroll 1
-    for (int by = TOP_K; by <= DRAW; ++by) {  // one call site, so that it is inlined and nothing spills
-      if (by == TOP_K && row.seat.top_k >= vocab || by == TOP_P && row.seat.top_p >= 1.0) continue;
-      cut = descend(row, work, cut, (Measure)by, by == DRAW ? uniform(row.seat.stream, row.position) : row.seat.top_p);
+  for (int level = 0; level < LEVELS; ++level) {
+    const int shift = shifts[level], bits = level == 0 || level == 1 ? 11 : 10;
+    for (int b = threadIdx.x; b < BINS; b += THREADS) s.sums[b] = s.counts[b] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < vocab_size; i += THREADS) {
+      const u64 key = key_of(x[i], i);
+      if (key > cutoff || (key & mask) != prefix) continue;
+      const u64 amount = measure(x[i]);
+      if (!amount) continue;
+      const u32 bin = (u32)(key >> shift) & ((1u << bits) - 1);
+      atomicAdd(&s.sums[bin], amount);
+      atomicAdd(&s.counts[bin], 1u);
     }
-    token = locate(row, work, cut.key, cut.ties);
+    __syncthreads();
+    u64 own = 0;
+#pragma unroll
+    for (int b = 0; b < PER_THREAD; ++b) own += s.sums[threadIdx.x * PER_THREAD + b];
+    u64 through = own;  // the sum up to and with this thread's bins
+#pragma unroll
+    for (int by = 1; by < 32; by <<= 1) {
+      const u64 other = __shfl_up_sync(ALL_LANES, through, by);
+      if (lane >= by) through += other;
+    }
+    if (lane == 31) s.warp_sums[warp] = through;
+    __syncthreads();
+    for (int w = 0; w < warp; ++w) through += s.warp_sums[w];
+    through += before;
+    if (through >= target && through - own < target) {  // true for one thread
+      u64 sum = through - own;
+      int b = threadIdx.x * PER_THREAD;
+      while (sum + s.sums[b] < target) sum += s.sums[b++];
+      s.digit = b;
+      s.before = sum;
+      s.count = s.counts[b];
+    }
+    __syncthreads();
+    prefix |= (u64)s.digit << shift;
+    mask |= (u64)((1u << bits) - 1) << shift;
+    before = s.before;
+    const bool alone = s.count == 1;
+    __syncthreads();
+    if (alone) break;
   }
-  if (is_sound && row.seat.flags & REPORTS)
-    report(row, work, raw_best, token, logprobs + s, top_ids + s * MAX_TOP, top_logprobs + s * MAX_TOP);
+  u64 found = ~0ull;
+  for (int i = threadIdx.x; i < vocab_size; i += THREADS) {
+    const u64 key = key_of(x[i], i);
+    if (key <= cutoff && (key & mask) == prefix && measure(x[i])) found = key;
+  }
+  found = block_min(found, s);
+  reached = before + measure(x[(u32)found]);
+  return found;
+}
+
+// The best candidate's key, and whether its logit is a number that can be drawn: no NaN in the row, no infinity.
+__device__ __forceinline__ u64 best_of(const float* x, int vocab_size, Scratch& s, bool& ok) {
+  u64 best = ~0ull;
+  bool broken = false;
+  for (int i = threadIdx.x; i < vocab_size; i += THREADS) {
+    const float v = x[i];
+    broken |= v != v;
+    const u64 key = key_of(v, i);
+    if (v == v && key < best) best = key;
+  }
+  best = block_min(best, s);
+  const bool any_broken = __syncthreads_or(broken);
+  ok = !any_broken && best != ~0ull && finite(x[(u32)best]);
+  return best == ~0ull ? 0 : best;
+}
+
+// The sum of the weights of a row, a multiple of 2^-44.
+__device__ __forceinline__ u64 weight(float v, float best, float temperature) {
+  return (u64)(expf(__fdiv_rn(__fadd_rn(v, -best), temperature)) * ONE);
+}
+
+// Grid: (samples). Shared memory: static, 25 KiB. Arguments as `adjust` has them; results: Result [samples];
+// last_tokens: int [seats]. A row whose seat needs nothing is the arg-max of its logits, lowest id first.
+// Assumes: vocab_size <= 2^18 (sums then fit), each seat at most once. Rows of `adjusted` hold what `adjust` made.
+extern "C" __global__ void __launch_bounds__(512) sample(void* results, int* last_tokens, int* counts, const float* logits, const float* adjusted, const void* seats, const int* positions, const int* sample_rows, const int* sample_seats, int vocab_size) {
+  __shared__ Scratch scratch;
+  const int row = blockIdx.x, seat = sample_seats[row], position = positions[sample_rows[row]] + 1;
+  const Seat& s = ((const Seat*)seats)[seat];
+  const float* raw = logits + (size_t)row * vocab_size;
+  bool ok;
+  const u64 raw_best = best_of(raw, vocab_size, scratch, ok);
+  const int needs = ok ? active_needs(s, position) : 0;
+  const float* x = raw;
+  u64 chosen = raw_best;
+  if (needs & (ADJUSTS | MASKED)) {
+    x = adjusted + (size_t)row * vocab_size;
+    chosen = best_of(x, vocab_size, scratch, ok);
+  }
+  if (needs & DRAWS && ok) {
+    const float best = x[(u32)chosen], temperature = s.temperature, min_p = s.min_p;
+    const auto mass = [best, temperature, min_p](float v) {
+      const float w = expf(__fdiv_rn(__fadd_rn(v, -best), temperature));
+      return w >= min_p ? (u64)(w * ONE) : 0;
+    };
+    u64 cutoff = ~0ull, reached;
+    if (s.top_k < vocab_size)
+      cutoff = find(x, vocab_size, cutoff, (u64)s.top_k, reached, scratch, [](float) { return (u64)1; });
+    u64 left = 0;
+    for (int i = threadIdx.x; i < vocab_size; i += THREADS)
+      if (key_of(x[i], i) <= cutoff) left += mass(x[i]);
+    left = block_sum(left, scratch.cells);
+    if (s.top_p < 1.0) {
+      const double wanted = ceil(s.top_p * (double)left);
+      const u64 target = wanted < 1.0 ? 1 : (u64)wanted;
+      cutoff = find(x, vocab_size, cutoff, target < left ? target : left, left, scratch, mass);
+    }
+    const u64 target = (u64)(uniform(s.stream, position) * (double)left) + 1;
+    chosen = find(x, vocab_size, cutoff, target < left ? target : left, reached, scratch, mass);
+  }
+  const int token = (int)(u32)chosen;
+  Result& result = ((Result*)results)[row];
   if (threadIdx.x == 0) {
-    token_ids[s] = token;
-    ok[s] = is_sound;
-    last_token[seat] = token;
-    if (was_sound && row.adjusts && row.seat.flags & COUNTS) history[(size_t)seat * history_pitch + token] += 1;
+    result.token = token;
+    result.ok = ok;
+    last_tokens[seat] = token;
+    if (needs & ADJUSTS && penalised(s)) counts[(size_t)seat * vocab_size + token] += 1;
+  }
+  if (!(needs & REPORTS && ok)) return;
+  const float raw_logit = raw[(u32)raw_best];
+  u64 total = 0;
+  for (int i = threadIdx.x; i < vocab_size; i += THREADS) total += weight(raw[i], raw_logit, 1.0f);
+  total = block_sum(total, scratch.cells);
+  const double normaliser = (double)raw_logit + log((double)total / (double)ONE);
+  if (threadIdx.x == 0) result.logprob = (float)((double)raw[token] - normaliser);
+  u64 last = raw_best;
+  for (int k = 0; k < MAX_TOP; ++k) {
+    const bool asked = k < s.num_logprobs && k < vocab_size;
+    if (asked && k > 0) {  // the next best after the last
+      u64 next = ~0ull;
+      for (int i = threadIdx.x; i < vocab_size; i += THREADS) {
+        const u64 key = key_of(raw[i], i);
+        if (key > last && key < next) next = key;
+      }
+      last = block_min(next, scratch);
+    }
+    if (threadIdx.x != 0) continue;
+    const float v = asked && last != ~0ull ? raw[(u32)last] : MINUS_INFINITY;
+    result.top_ids[k] = finite(v) ? (int)(u32)last : 0;
+    result.top_logprobs[k] = finite(v) ? (float)((double)v - normaliser) : MINUS_INFINITY;
   }
 }

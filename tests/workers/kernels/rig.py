@@ -31,17 +31,21 @@ class Rig:
 
     def __init__(self, backend: Backend | None = None) -> None:
         self.backend = backend or emulator()
+        self._kept: list[DeviceArray] = []  # as in the product, memory outlives the launches that use it
 
     def put(self, host: NDArray[Any]) -> DeviceArray:
         """A device copy of `host`."""
         contiguous = np.ascontiguousarray(host)
         device = self.backend.allocate(contiguous.shape, contiguous.dtype)
         self.backend.upload(contiguous, device)
+        self._kept.append(device)
         return device
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> DeviceArray:
         """Device memory without meaning."""
-        return self.backend.allocate(shape, dtype)
+        device = self.backend.allocate(shape, dtype)
+        self._kept.append(device)
+        return device
 
     def get(self, device: DeviceArray, dtype: DTypeLike = np.float32) -> NDArray[Any]:
         """A host copy, of the device array's shape if the type has the same size."""

@@ -155,9 +155,10 @@ class EmulatorBackend:
                 f"{host.nbytes} bytes of host memory for {target.nbytes} bytes, or not contiguous"
             )
         source = (host if self._is_pinned(host) else host.copy()).reshape(-1).view(np.uint8)
-        memory = target.bytes[: source.size]
+        memory, lives = target.bytes[: source.size], target.lives()
 
         def copy() -> None:
+            _require(lives())
             memory[:] = source
 
         self._enqueue(copy)
@@ -173,9 +174,10 @@ class EmulatorBackend:
         if not self._is_pinned(host):
             raise ValueError("only pinned memory can be the target of an asynchronous copy")
         target = host.reshape(-1).view(np.uint8)
-        memory = source.bytes[: target.size]
+        memory, lives = source.bytes[: target.size], source.lives()
 
         def copy() -> None:
+            _require(lives())
             target[:] = memory
 
         self._enqueue(copy)
@@ -183,8 +185,13 @@ class EmulatorBackend:
     def fill(self, device: DeviceArray, byte: int) -> None:
         """Queue setting every byte."""
         self._refuse_in_capture("memory was filled")
-        memory = _ours(device).bytes
-        self._enqueue(lambda: memory.fill(byte))
+        memory, lives = _ours(device).bytes, _ours(device).lives()
+
+        def fill() -> None:
+            _require(lives())
+            memory.fill(byte)
+
+        self._enqueue(fill)
 
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes."""
@@ -275,6 +282,11 @@ class EmulatorBackend:
         self._queue.clear()
         self._num_done = self._num_queued
         self._pinned.clear()
+
+
+def _require(lives: bool) -> None:
+    if not lives:
+        raise DeviceFaultError("a copy uses device memory that was freed after it was queued")
 
 
 def _ours(array: DeviceArray) -> EmulatorArray:

@@ -22,7 +22,7 @@ namespace emulator {
 
 constexpr unsigned MAX_THREADS = 1024;
 constexpr unsigned MAX_SHARED_BYTES = 232448;
-constexpr unsigned MAX_COPIES = 64;      // cp.async copies in flight in one thread
+constexpr unsigned MAX_COPIES = 128;     // cp.async copies in flight in one thread
 constexpr unsigned MAX_MASKS = 8;        // different masks a warp may synchronise on
 constexpr size_t STACK_BYTES = 64 * 1024 + 704;  // not a power of two: keeps stacks out of one cache set
 constexpr uint64_t STACK_GUARD = 0x5AFE57AC4A11ULL;

@@ -8,6 +8,7 @@ addresses but loses all access: a launch or a graph that still uses it faults.
 import ctypes
 import mmap
 import weakref
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -83,6 +84,11 @@ class EmulatorArray:
     def bytes(self) -> NDArray[np.uint8]:
         """The memory, flat."""
         return self.data.reshape(-1).view(np.uint8)
+
+    def lives(self) -> Callable[[], bool]:
+        """Whether the memory may still be used, as a question that does not keep it alive."""
+        reference = weakref.ref(self._mapping)
+        return lambda: reference() is not None
 
     def part(self, start_byte: int, shape: int | tuple[int, ...], dtype: DTypeLike) -> "EmulatorArray":
         """An array in this one's memory."""
