@@ -9,8 +9,9 @@ from concurrent.futures import Future
 
 from ds4.errors import ErrorCode
 from ds4.generation import MAX_GRAMMAR_BYTES
+from ds4.grammar_library import GrammarError
 from workers.admission import RefusedError
-from workers.sampling.grammar import GrammarConstraint, GrammarError, Grammars
+from workers.sampling.grammar import GrammarConstraint, Grammars
 from workers.sequence import Sequence
 
 

@@ -21,6 +21,7 @@ from typing import Final
 from ds4.config import Settings, load_settings
 from ds4.errors import ConfigError, ModelFileError, RingError
 from ds4.generation import ModelInfo, encode_model_info
+from ds4.grammar_library import GrammarError, GrammarVocabulary
 from ds4.logs import setup_logging
 from ds4.metrics import WORKER, Metrics
 from ds4.model_file import ModelFile
@@ -32,7 +33,7 @@ from ds4.shared_dir import prepare_shared_directory
 from workers.devices.interface import PAGE_TOKENS, Device, DeviceFaultError, Limits
 from workers.devices.registry import open_device
 from workers.engine import Engine, build_engine
-from workers.sampling.grammar import GrammarError, Grammars
+from workers.sampling.grammar import Grammars
 
 log = logging.getLogger("workers.main")  # also where it runs as __main__
 
@@ -122,7 +123,7 @@ def _run(
 def _grammars(model: ModelFile) -> Grammars | None:
     """The model's vocabulary for structured output; None where it cannot be used, which is no reason to stop."""
     try:
-        return Grammars.of_model(model, model.vocab_size)
+        return Grammars(GrammarVocabulary.of_model(model))
     except (GrammarError, ModelFileError) as error:
         log.warning("there is no structured output: %s", error)
         return None

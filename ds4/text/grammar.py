@@ -1,0 +1,133 @@
+"""What an answer has to look like, written as a grammar: from a schema, regex, list or grammar of a client.
+
+Owns: `GrammarSource` and the translation into llguidance's Lark dialect, the one form that crosses the
+ring. Runs in: front ends; GBNF is translated in the checking process (ds4/text/grammar_check.py), since
+a hostile one takes long. Source: llguidance's syntax and JSON Schema documentation.
+
+Two options go with every grammar, whatever it says itself. `no_forcing`: the model chooses how forced
+text is cut into tokens. White space in JSON is at most a space, or a new line and its indentation: a
+model that may add white space for ever at some point does.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+
+from ds4.errors import RequestError
+
+_WHITE_SPACE: Final = r"[ ]|\n[ \t]{0,24}"
+_DIRECTIVE: Final = re.compile(r"\A\s*%llguidance[ \t]*(\{[^\n]*\})?[ \t]*(?:\n|\Z)")
+_HEAD: Final = '%llguidance {"no_forcing": true}\n'
+# Keywords whose members are schemas under names of the client's choice, and those that hold no schema.
+_NAMES: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_VALUES: Final = frozenset({"const", "enum", "default", "examples"})
+_GBNF_RULE: Final = re.compile(r"^\s*[A-Za-z0-9_-]+\s*::=", re.MULTILINE)
+
+MAX_CHECK_S: Final = 2.0  # for translating and compiling one source
+
+Kind = Literal["json", "regex", "choice", "grammar"]
+
+
+class GrammarSource(msgspec.Struct, frozen=True, array_like=True):
+    """What a client gave: a JSON schema, a regex, a JSON list of strings, or GBNF or Lark, as text."""
+
+    kind: Kind
+    text: str
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """The grammar for the worker, or why there is none; `problem` goes on after the field's name."""
+
+    grammar: str = ""
+    problem: str = ""
+    code: str = ""
+
+
+JSON_OBJECT: Final = GrammarSource("json", '{"type":"object"}')
+
+
+def grammar_of(source: GrammarSource) -> str:
+    """The grammar for the worker. Raises RequestError where the source is malformed; GBNF needs llguidance."""
+    match source.kind:
+        case "json":
+            return f"{_HEAD}start: {json_rule(json.loads(source.text))}\n"
+        case "regex":
+            return f"{_HEAD}start: {_regex(source.text)}\n"
+        case "choice":
+            return f"{_HEAD}start: {' | '.join(map(literal, json.loads(source.text)))}\n"
+        case "grammar":
+            return _grammar(source.text)
+
+
+def literal(text: str) -> str:
+    """`text` itself, as it stands in a rule."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_rule(schema: Any) -> str:
+    """JSON that is valid under `schema`, as it stands in a rule. Raises RequestError if it is no schema."""
+    if not isinstance(schema, dict | bool):
+        raise RequestError("a JSON schema is an object", code="invalid_json_schema")
+    if schema is False:
+        raise RequestError("the JSON schema allows nothing", code="invalid_json_schema")
+    options = {"whitespace_pattern": _WHITE_SPACE, "whitespace_flexible": True, "lenient": False}
+    plain = {} if schema is True else _without_neutral(schema)
+    # On one line: a new line would end the rule.
+    return "%json " + json.dumps({**plain, "x-guidance": options}, ensure_ascii=False)
+
+
+def _without_neutral(schema: Any) -> Any:
+    """The schema without keywords at values that mean nothing, which llguidance refuses by name."""
+    if isinstance(schema, list):
+        return [_without_neutral(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMES and isinstance(value, dict):
+            kept[key] = {name: _without_neutral(each) for name, each in value.items()}
+        elif key in _VALUES:
+            kept[key] = value
+        elif not (key == "uniqueItems" and value is False):
+            kept[key] = _without_neutral(value)
+    return kept
+
+
+def _regex(pattern: str) -> str:
+    escaped = re.sub(r"\\.|/", lambda found: found[0] if found[0] != "/" else r"\/", pattern, flags=re.DOTALL)
+    return "/" + escaped.replace("\n", r"\n") + "/"
+
+
+def _grammar(text: str) -> str:
+    if _GBNF_RULE.search(text):
+        from llguidance import gbnf_to_lark  # in the checking process only
+
+        try:
+            text = gbnf_to_lark.gbnf_to_lark(text)
+        except RecursionError:
+            raise RequestError("the grammar is nested too deeply", code="invalid_grammar") from None
+        except Exception as error:  # noqa: BLE001 - it raises bare exceptions
+            raise RequestError(f"the grammar is no valid GBNF: {error}", code="invalid_grammar") from None
+    options: dict[str, Any] = {}
+    found = _DIRECTIVE.match(text)
+    if found is not None:
+        text = text[found.end() :]
+        try:
+            options = json.loads(found[1] or "{}")
+        except ValueError:
+            raise RequestError("%llguidance needs JSON on its line", code="invalid_grammar") from None
+    head = json.dumps({**options, "no_forcing": True})
+    return f"%llguidance {head}\n{text}"
+
+
+def choice_source(choices: Sequence[str]) -> GrammarSource:
+    """One of `choices`, exactly."""
+    return GrammarSource("choice", json.dumps(list(choices), ensure_ascii=False))
+
+
+def json_source(schema: Any) -> GrammarSource:
+    """JSON that is valid under `schema`."""
+    return GrammarSource("json", json.dumps(schema, ensure_ascii=False))
