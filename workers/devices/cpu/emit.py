@@ -227,10 +227,10 @@ class Emitter:
         """Sixteen float32 rounded to float16."""
         self.store(self.float_to_half(value), address, 2)
 
-    def prefetch(self, address: Value) -> None:
-        """Ask for a cache line that will be read; any address will do."""
+    def prefetch(self, address: Value, level: int = 1) -> None:
+        """Ask for a cache line that will be read, down to the cache of `level`; any address will do."""
         place = self.builder.inttoptr(address, I8.as_pointer())
-        how = [ir.Constant(I32, value) for value in (0, 3, 1)]  # to read, keep in all levels, data
+        how = [ir.Constant(I32, value) for value in (0, 4 - level, 1)]  # to read, locality, data
         self.call("llvm.prefetch.p0", ir.VoidType(), place, *how)
 
     # -- arithmetic

@@ -65,6 +65,17 @@ def _write(e: Emitter, operands: _Operands, sums: list[list[Value]]) -> None:
             e.store(e.builder.fadd(e.get(of_tile[row]), old), e.address(out, offset), 4)
 
 
+def _fetch_ahead(e: Emitter, addresses: list[Value], distance: Value, num_bytes: int) -> None:
+    """Ask for the same place of the tiles that come next.
+
+    Into the second-level cache: few rows are bound by how many lines a core may wait for at once, and
+    the first level admits fewer. Past the last tile it asks in vain, which costs nothing.
+    """
+    for address in addresses:
+        for line in range(-(-num_bytes // 64)):
+            e.prefetch(e.address(address, distance, 64 * line), level=2)
+
+
 def quantised_kernel(library: Library, kind: WeightKind, num_tiles: int, num_rows: int) -> Kernel:
     """Rows are activation records, [block][row]; `row stride` is the bytes from block to block."""
     block = QUANTISED[kind]
@@ -79,6 +90,7 @@ def quantised_kernel(library: Library, kind: WeightKind, num_tiles: int, num_row
             here = [e.address(tile, offset) for tile in tiles]
             first = e.address(operands.rows, e.times(index, operands.row_stride))
             records = [e.address(first, RECORD_BYTES * row) for row in range(num_rows)]
+            _fetch_ahead(e, here, e.times(operands.tile_bytes, num_tiles), block.num_bytes)
             _add_block(e, kind, block, here, records, sums)
         _write(e, operands, sums)
 
@@ -161,9 +173,12 @@ def float_kernel(library: Library, kind: WeightKind, num_tiles: int, num_rows: i
         with e.loop(turns) as index:
             weight_offset = e.times(index, size * LANES * _FLOAT_INPUTS_A_TURN)
             value_offset = e.times(index, 4 * _FLOAT_INPUTS_A_TURN)
+            here = [e.address(tile, weight_offset) for tile in tiles]
+            distance = e.times(operands.tile_bytes, num_tiles)
+            _fetch_ahead(e, here, distance, size * LANES * _FLOAT_INPUTS_A_TURN)
             for turn in range(_FLOAT_INPUTS_A_TURN):
-                for tile, address in enumerate(tiles):
-                    weights = _load_weights(e, kind, e.address(address, weight_offset, size * LANES * turn))
+                for tile, address in enumerate(here):
+                    weights = _load_weights(e, kind, e.address(address, size * LANES * turn))
                     for row, row_address in enumerate(rows):
                         value = e.spread_float(e.address(row_address, value_offset, 4 * turn))
                         e.add_product(sums[tile][row], weights, value)
@@ -194,14 +209,12 @@ def make_matmul(library: Library, kind: WeightKind) -> Callable[..., Any]:
     is_float = kind in FLOAT_BYTES
     make = float_kernel if is_float else quantised_kernel
     wide = library.target.has_wide_registers
-    single_tiles, many, some, few = (4, 12, 8, 4) if wide else (2, 4, 2, 1)
-    single_tile_kernel = make(library, kind, single_tiles, 1)
+    many, some, few = (12, 8, 4) if wide else (4, 2, 1)
     two_tile_kernel = make(library, kind, 2, 1)
     two_by_two_kernel = make(library, kind, 2, 2)
     two_by_four_kernel = make(library, kind, 2, 4)
     many_kernel, some_kernel, few_kernel = (make(library, kind, 1, rows) for rows in (many, some, few))
     bytes_a_block = block_bytes(kind)
-    single_outputs = single_tiles * TILE_OUTPUTS
     # A row's first input lies this far from the row before it.
     record_bytes = RECORD_BYTES
 
@@ -235,12 +248,6 @@ def make_matmul(library: Library, kind: WeightKind) -> Callable[..., Any]:
         while output < last:
             tile = weights + output // TILE_OUTPUTS * tile_bytes
             to, old = out + 4 * output, base + base_step * output
-            if num_rows == 1 and output + single_outputs <= last:
-                single_tile_kernel(
-                    tile, tile_bytes, num_blocks, rows, row_stride, to, out_stride, old, base_stride
-                )
-                output += single_outputs
-                continue
             if num_rows == 1:
                 two_tile_kernel(
                     tile, tile_bytes, num_blocks, rows, row_stride, to, out_stride, old, base_stride
