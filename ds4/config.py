@@ -54,6 +54,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     min_p: float = -1.0
     resume_attempts: int = 3
     resume_timeout_s: int = 60
+    response_store_mib: int = 32
+    response_store_hours: int = 720
     # access
     api_key: str = ""
     api_key_file: str = ""
@@ -257,6 +259,20 @@ TABLE: Final[tuple[Setting, ...]] = (
         low=0,
         high=86_400,
         help="how long a running request waits for a new worker, in seconds",
+    ),
+    Setting(
+        name="response_store_mib",
+        parse=_whole,
+        low=0,
+        high=1 << 20,
+        help="room for stored responses (/v1/responses) in the shared directory, in MiB; 0: none are stored",
+    ),
+    Setting(
+        name="response_store_hours",
+        parse=_whole,
+        low=1,
+        high=1 << 20,
+        help="how long a stored response is kept after its last use, in hours",
     ),
     Setting(
         name="api_key", secret=True, help="keys that clients must send, comma-separated; empty: no key needed"

@@ -22,8 +22,8 @@ SUPERVISOR_BYTE: Final = 4096
 
 _MEMORY: Final = Path("/dev/shm")
 _PREFIX: Final = "ds4-server-"
-# What the ring and the metrics keep there; nothing else in a configured directory is ever deleted.
-_OURS: Final = ("ring", ".ring.*", "*.bell", "prompts", "metrics")
+# What the ring, the metrics and the response store keep there; nothing else in a configured directory is ever deleted.
+_OURS: Final = ("ring", ".ring.*", "*.bell", "prompts", "metrics", "responses.sqlite*")
 
 
 def _default_base() -> Path:
