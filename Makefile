@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 # Flags for `make run`, and arguments for `make test`: make run ARGS="--port 9090 --front-ends 2"
 ARGS ?=
 
-.PHONY: help run test check lint model requirements clean
+.PHONY: help run test check lint model requirements settings clean
 
 help: ## show this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 22
@@ -70,6 +70,12 @@ COMPILE := uv pip compile --universal --generate-hashes --no-emit-index-url --no
 requirements: ## write the hash-pinned requirements again (needs uv)
 	$(COMPILE) --upgrade -o requirements.txt
 	$(COMPILE) --upgrade --group dev -c requirements.txt -o requirements-dev.txt
+
+settings: $(VENV)/.installed ## write the README's table and the env example from the settings table
+	@$(BIN)/ds4-server config --env > configs/env/ds4-server.env.example
+	@$(BIN)/ds4-server config --markdown > README.md.table
+	@sed -i -e '/<!-- settings: begin -->/r README.md.table' -e '/<!-- settings: begin -->/,/<!-- settings: end -->/{/<!-- settings/!d}' README.md
+	@rm README.md.table
 
 clean: ## remove the environment and what the tools left
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist build

@@ -16,6 +16,7 @@ WARN_LINES: Final = 500
 MAX_LINES: Final = 700
 # Files over WARN_LINES, each with the reason why it is not two files.
 LONG: Final = {
+    "ds4/protocol/anthropic_messages.py": "one dialect: its request, answer and events refer to each other",
     "tests/ds4/ring/test_worker_end.py": "one class, every behaviour of which is tested through the same real peer",
     "tests/benchmarks/ring_transports.py": "three transports doing the same work, comparable only side by side",
 }
@@ -23,6 +24,7 @@ LONG: Final = {
 OF_SEVERAL: Final = {
     "tests/ds4/ring/test_life_cycle.py": "both ends of the ring together",
     "tests/ds4/ring/test_processes.py": "both ends of the ring in real processes",
+    "tests/workers/devices/cpu/test_fallback.py": "a broken Numba, seen from the registry and the build",
     "tests/workers/devices/cpu/test_kernels.py": "every kernel module against the oracle",
 }
 
