@@ -243,7 +243,7 @@ TABLE: Final[tuple[Metric, ...]] = (
         kind="counter",
         owner="front",
         label="finished_reason",
-        label_values=("stop", "length"),
+        label_values=("stop", "length", "tool_calls"),
         help="Sequences that ended normally.",
     ),
     Metric(

@@ -79,7 +79,7 @@ async def stream_frames(
         if opening := chunks.opening():
             await stream.write(opening)
         async for piece in choices.pieces(choice):
-            frames = chunks.piece(piece) if piece.text or piece.tokens else b""
+            frames = chunks.piece(piece) if piece.text or piece.tokens or piece.events else b""
             if piece.finish:
                 frames += chunks.ending(choice, piece.finish)
             if frames:

@@ -4,18 +4,32 @@ Owns: the route. Runs in: front ends. Source: the OpenAI API reference.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import msgspec
 
 from ds4.api.answers import Collected, Identity, collect_answer, stream_answer
-from ds4.api.choices import Choice, Choices, Job, Piece, TokenText, make_job, open_choices
+from ds4.api.choices import (
+    Choice,
+    Choices,
+    Job,
+    Parsing,
+    Piece,
+    TokenText,
+    make_job,
+    open_choices,
+    with_grammar,
+)
 from ds4.api.exchange import Exchange
+from ds4.api.rendering import render
 from ds4.api.sse import MARK, FrameTemplate, event
 from ds4.api.state import ServedModel
+from ds4.errors import RequestError
 from ds4.protocol.common import Plan
 from ds4.protocol.openai_chat import (
     AnswerMessage,
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
@@ -24,21 +38,31 @@ from ds4.protocol.openai_chat import (
     ChunkChoice,
     Delta,
     TokenLogprob,
+    ToolCall,
     TopLogprob,
+    conversation,
     decode_chat,
     plan_chat,
-    template_kwargs,
-    template_messages,
+)
+from ds4.text.tool_calls import (
+    ArgumentsDelta,
+    CallBegin,
+    CallEnd,
+    OutputEvent,
+    ReasoningDelta,
+    TextDelta,
 )
 
 _EMPTY: Final = Delta()
 _PARAM: Final = "messages"
+_TAIL_CHARS: Final = 256  # of a prompt, enough to see whether it opened the reasoning
 
 
 async def chat_completions(exchange: Exchange) -> None:
     """The route."""
     model = exchange.state.model
     request, job = await exchange.prepare(lambda body: _prepare(model, body))
+    job = await with_grammar(exchange, job)
     with open_choices(exchange, job) as choices:
         identity = Identity(exchange, "chatcmpl-", request.model)
         if job.plan.stream:
@@ -59,18 +83,22 @@ def chat_job(model: ServedModel, request: ChatRequest, param: str) -> Job:
     their conversation is.
     """
     plan = plan_chat(request, model.defaults, model.vocabulary)
-    return make_job([chat_prompt(model, request, param)], plan, param)
-
-
-def chat_prompt(model: ServedModel, request: ChatRequest, param: str) -> list[int]:
-    """The token ids of a conversation. Raises RequestError."""
-    rendered = model.template.render(
-        template_messages(request.messages),
-        add_generation_prompt=request.add_generation_prompt is not False,
-        kwargs=template_kwargs(request),
-    )
+    asked = conversation(request)
+    if asked.max_reasoning_tokens:
+        raise RequestError(
+            "a budget for reasoning is not supported", param="reasoning_budget", code="unsupported_parameter"
+        )
+    rendered = render(model, asked)
     model.refuse_absurd(rendered, param)
-    return model.tokenizer.encode_rendered(rendered)
+    # The tail, because a job shall not keep all of the text.
+    parser = partial(
+        model.output.parser,
+        rendered=rendered[-_TAIL_CHARS:],
+        tools=asked.tools,
+        is_parallel=asked.is_parallel,
+    )
+    parsing = Parsing(parser, model.shown_ids) if parser() is not None else None
+    return make_job([model.tokenizer.encode_rendered(rendered)], plan, param, parsing)
 
 
 class _ChatChunks:
@@ -80,7 +108,9 @@ class _ChatChunks:
         self._identity = identity
         self._index = index
         self._null_usage = plan.include_usage
-        self._template = FrameTemplate(self._chunk(Delta(content=MARK)))
+        self._text = FrameTemplate(self._chunk(Delta(content=MARK)))
+        self._reasoning: FrameTemplate | None = None
+        self._arguments: FrameTemplate | None = None  # of the call that began last
 
     def _chunk(
         self, delta: Delta, logprobs: ChoiceLogprobs | None = None, finish: str | None = None
@@ -96,15 +126,78 @@ class _ChatChunks:
         return event(self._chunk(Delta(role="assistant", content="")))
 
     def piece(self, piece: Piece) -> bytes:
-        """Text, with its tokens where they were asked for."""
+        """What the model said, with its tokens where they were asked for."""
         if not piece.tokens:
-            return self._template.frame(piece.text)
-        return event(self._chunk(Delta(content=piece.text), _logprobs(piece.tokens)))
+            if not piece.events:
+                return self._text.frame(piece.text)
+            return b"".join(map(self._frame, piece.events))
+        # The tokens go with the first delta: they cannot be told apart by what became of them.
+        deltas = [_delta(part) for part in piece.output if not isinstance(part, CallEnd)]
+        first, *rest = deltas or [Delta(content="")]
+        frames = [event(self._chunk(first, _logprobs(piece.tokens)))]
+        return b"".join(frames + [event(self._chunk(delta)) for delta in rest])
+
+    def _frame(self, part: OutputEvent) -> bytes:
+        match part:
+            case TextDelta(text):
+                return self._text.frame(text)
+            case ReasoningDelta(text):
+                if self._reasoning is None:
+                    self._reasoning = FrameTemplate(self._chunk(Delta(reasoning_content=MARK)))
+                return self._reasoning.frame(text)
+            case ArgumentsDelta(index, text):
+                if self._arguments is None:
+                    self._arguments = FrameTemplate(self._chunk(_delta(ArgumentsDelta(index, MARK))))
+                return self._arguments.frame(text)
+            case CallEnd():
+                self._arguments = None
+                return b""
+            case CallBegin():
+                return event(self._chunk(_delta(part)))
 
     def ending(self, choice: Choice, finish: str) -> bytes:
         """The finish reason, and the times."""
         chunk = self._chunk(_EMPTY, finish=finish)
         return event(msgspec.structs.replace(chunk, timings=choice.timings))
+
+
+def _delta(part: TextDelta | ReasoningDelta | CallBegin | ArgumentsDelta) -> Delta:
+    match part:
+        case TextDelta(text):
+            return Delta(content=text)
+        case ReasoningDelta(text):
+            return Delta(reasoning_content=text)
+        case CallBegin(index, call_id, name):
+            function = CalledFunction(name=name, arguments="")
+            return Delta(tool_calls=[ToolCall(index=index, id=call_id, type="function", function=function)])
+        case ArgumentsDelta(index, text):
+            return Delta(tool_calls=[ToolCall(index=index, function=CalledFunction(arguments=text))])
+
+
+def _message(pieces: Sequence[Piece]) -> AnswerMessage:
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[tuple[CallBegin, list[str]]] = []
+    for part in (part for piece in pieces for part in piece.output):
+        match part:
+            case TextDelta(text):
+                texts.append(text)
+            case ReasoningDelta(text):
+                reasoning.append(text)
+            case CallBegin():
+                calls.append((part, []))
+            case ArgumentsDelta(index, text):
+                calls[index][1].append(text)
+    return AnswerMessage(
+        content="".join(texts) if texts or not calls else None,
+        reasoning_content="".join(reasoning) if reasoning else msgspec.UNSET,
+        tool_calls=[_call(begin, arguments) for begin, arguments in calls] if calls else msgspec.UNSET,
+    )
+
+
+def _call(begin: CallBegin, arguments: Sequence[str]) -> ToolCall:
+    function = CalledFunction(name=begin.name, arguments="".join(arguments))
+    return ToolCall(id=begin.id, type="function", function=function)
 
 
 def _chunk(identity: Identity, choices: list[ChunkChoice], *, null_usage: bool) -> ChatChunk:
@@ -140,7 +233,7 @@ def _document(choices: Choices, collected: list[Collected], identity: Identity) 
         choices=[
             ChatChoice(
                 index=each.choice.index,
-                message=AnswerMessage(content=each.text),
+                message=_message(each.pieces),
                 logprobs=_logprobs(each.tokens) if each.choice.wants_tokens else None,
                 finish_reason=each.finish,
             )

@@ -20,8 +20,11 @@ from ds4.errors import RequestError, RingFullError, WorkerError
 from ds4.generation import FinishReason, GenerationEnd, TokenEvent
 from ds4.protocol.common import Plan, Timings, Usage, timings, usage
 from ds4.text.detokenizer import Detokenizer
+from ds4.text.grammar import GrammarSource
+from ds4.text.output import OutputParser
 from ds4.text.stop import StopMatcher
 from ds4.text.tokenizer import Tokenizer
+from ds4.text.tool_calls import OutputEvent, TextDelta
 
 _FINISH: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -43,13 +46,27 @@ class TokenText(msgspec.Struct, frozen=True):
 class Piece(msgspec.Struct, frozen=True, gc=False):
     """What arrived for one choice: text that may be shown, the tokens it came from, the ending.
 
-    `tokens` is filled only where log-probabilities were asked for; a token is released with the first
+    `events` is filled only where the output is parsed: reasoning and tool calls, and the text again. `tokens`
+    is filled only where log-probabilities were asked for; a token is released with the first
     of its characters, so that both stay aligned when text is held back.
     """
 
     text: str
     tokens: tuple[TokenText, ...] = ()
     finish: str = ""
+    events: tuple[OutputEvent, ...] = ()
+
+    @property
+    def output(self) -> tuple[OutputEvent, ...]:
+        """The events, whether the output is parsed or is text alone."""
+        return self.events or ((TextDelta(self.text),) if self.text else ())
+
+
+class Parsing(msgspec.Struct, frozen=True):
+    """How the output of a job is taken apart: a parser for each choice, and the control tokens it sees."""
+
+    parser: Callable[[], OutputParser | None]
+    shown_ids: frozenset[int]
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -59,11 +76,22 @@ class Job(msgspec.Struct, frozen=True):
     plan: Plan
     matcher: StopMatcher | None
     param: str
+    parsing: Parsing | None = None  # None: the output is text
 
 
-def make_job(prompts: list[list[int]], plan: Plan, param: str) -> Job:
+def make_job(prompts: list[list[int]], plan: Plan, param: str, parsing: Parsing | None = None) -> Job:
     """The costly parts made once, off the loop for large bodies. Raises RequestError for the stops."""
-    return Job(prompts, plan, StopMatcher(plan.stops) if plan.stops else None, param)
+    return Job(prompts, plan, StopMatcher(plan.stops) if plan.stops else None, param, parsing)
+
+
+async def with_grammar(exchange: Exchange, job: Job) -> Job:
+    """The job with its structure compiled, where it has one. Raises RequestError, RingFullError."""
+    structure = job.plan.structure
+    if structure is None:
+        return job
+    source = GrammarSource(structure.kind, structure.text)
+    grammar = await exchange.state.grammars.compile(source, structure.param)
+    return msgspec.structs.replace(job, plan=msgspec.structs.replace(job.plan, grammar=grammar))
 
 
 class Choice:
@@ -82,7 +110,10 @@ class Choice:
         self._generation = generation
         self._plan = job.plan
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer)
+        self.num_reasoning: int | None = None if job.parsing is None else 0
+        self._parser = job.parsing.parser() if job.parsing is not None else None
+        shown = job.parsing.shown_ids if job.parsing is not None else frozenset()
+        self._detokenizer = Detokenizer(tokenizer, shown=shown)
         self._matcher = job.matcher.fresh() if job.matcher is not None else None
         self.wants_tokens = job.plan.sampling.num_logprobs >= 0
         self._held: deque[TokenText] = deque()
@@ -104,7 +135,7 @@ class Choice:
             if end is not None:
                 # After a resumption the cache may also have held output.
                 self.num_cached_tokens = min(end.num_cached_tokens, self._generation.num_prompt_tokens)
-            if piece.text or piece.finish or piece.tokens:
+            if piece.text or piece.finish or piece.tokens or piece.events:
                 return piece
 
     def cancel(self) -> None:
@@ -142,9 +173,11 @@ class Choice:
         texts: list[str] = []
         finish = ""
         by_text = False
-        matcher, push = self._matcher, self._detokenizer.push
+        matcher, parser, push = self._matcher, self._parser, self._detokenizer.push
         for event in events:
             self.num_generated += 1
+            if parser is not None and parser.is_reasoning:
+                self.num_reasoning = (self.num_reasoning or 0) + 1
             text = push(event.token_id)
             if self.wants_tokens:
                 self._held.append(self._token(event))
@@ -154,18 +187,38 @@ class Choice:
                 if matched is not None:
                     finish, by_text = "stop", True
                     self.matched_stop = matched
-                    texts.append(text + matched if self._plan.include_stop else text)
-                    break
+                    text = text + matched if self._plan.include_stop else text
             texts.append(text)
+            if parser is not None:
+                parser.feed(text)
+                if parser.is_done and not finish:
+                    finish = "stop"
+            if finish:
+                break
         if end is not None and not finish:
             finish = _FINISH.get(end.reason, "stop")
             if matcher is not None:
                 texts.append(matcher.finish())
+                if parser is not None:
+                    parser.feed(texts[-1])
         shown = "".join(texts)
-        if not self.wants_tokens:
-            return Piece(shown, finish=finish)
-        self._num_shown += len(shown)
-        return Piece(shown, self._release(everything=finish != "" and not by_text), finish)
+        tokens: tuple[TokenText, ...] = ()
+        if self.wants_tokens:
+            self._num_shown += len(shown)
+            tokens = self._release(everything=finish != "" and not by_text)
+        if parser is None:
+            return Piece(shown, tokens, finish)
+        return self._parsed(parser, tokens, finish)
+
+    @staticmethod
+    def _parsed(parser: OutputParser, tokens: tuple[TokenText, ...], finish: str) -> Piece:
+        if finish:
+            parser.end()
+            if finish == "stop" and parser.has_calls:
+                finish = "tool_calls"
+        events = tuple(parser.drain())
+        text = "".join(event.text for event in events if isinstance(event, TextDelta))
+        return Piece(text, tokens, finish, events)
 
     def _token(self, event: TokenEvent) -> TokenText:
         token_bytes = self._tokenizer.token_bytes
@@ -233,7 +286,13 @@ class Choices:
             self.num_prompt_tokens,
             sum(choice.num_generated for choice in self.all),
             sum({choice.prompt_index: choice.num_cached_tokens for choice in reversed(self.all)}.values()),
+            self._num_reasoning,
         )
+
+    @property
+    def _num_reasoning(self) -> int | None:
+        counts = [choice.num_reasoning for choice in self.all if choice.num_reasoning is not None]
+        return sum(counts) if counts else None
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ from ds4.model_file import ModelFile
 from ds4.protocol.common import SamplingDefaults, Vocabulary, sampling_defaults
 from ds4.shared_dir import prepare_shared_directory, shared_directory
 from ds4.text.chat_template import ChatTemplate
+from ds4.text.grammar_compiler import GrammarCompiler
+from ds4.text.output_format import find_output_format
 from ds4.text.tokenizer import Tokenizer
 
 # Bodies from this size on are parsed and tokenized in a thread: under it the hop costs more.
@@ -35,6 +37,11 @@ class ServedModel:
         self.file = file
         self.tokenizer = Tokenizer.from_model(file)
         self.template = ChatTemplate.from_model(file, self.tokenizer)
+        self.output = find_output_format(
+            self.template.all_source, self.tokenizer.has_token, takes_tools=self.template.takes_tools
+        )
+        # Control tokens that a parser has to see.
+        self.shown_ids = self.tokenizer.control_ids_in(self.output.markers)
         aliases = [name.strip() for name in settings.model_alias.split(",") if name.strip()]
         self.names: tuple[str, ...] = tuple(dict.fromkeys(aliases)) or (file.path.stem,)
         self.defaults: SamplingDefaults = sampling_defaults(settings, file.metadata)
@@ -60,6 +67,7 @@ class FrontState:
         self.model = model
         self.engine = engine
         self.keep_alive = KeepAlive()
+        self.grammars = GrammarCompiler(model.file.path)
         # Two: a huge prompt shall not hold up a large one. More would only wait for the interpreter lock.
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="ds4-text")
 
@@ -82,6 +90,7 @@ class FrontState:
     async def close(self) -> None:
         """Give everything back."""
         self.keep_alive.close()
+        await self.grammars.close()
         await self.engine.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 

@@ -4,10 +4,11 @@ Owns: these routes; they never reach the worker. Runs in: front ends. Source: ll
 """
 
 from ds4.api.exchange import Exchange
+from ds4.api.rendering import render
 from ds4.api.state import ServedModel
 from ds4.errors import RequestError
 from ds4.protocol.common import check_token_ids
-from ds4.protocol.openai_chat import decode_template, template_kwargs, template_messages
+from ds4.protocol.openai_chat import conversation, decode_template
 from ds4.protocol.tokens import (
     DetokenizeAnswer,
     TemplateAnswer,
@@ -73,9 +74,4 @@ def _detokenize(model: ServedModel, body: bytes) -> DetokenizeAnswer:
 
 def _apply_template(model: ServedModel, body: bytes) -> TemplateAnswer:
     request = decode_template(body)
-    guarded = model.template.render(
-        template_messages(request.messages),
-        add_generation_prompt=request.add_generation_prompt is not False,
-        kwargs=template_kwargs(request),
-    )
-    return TemplateAnswer(model.template.display(guarded))
+    return TemplateAnswer(model.template.display(render(model, conversation(request))))

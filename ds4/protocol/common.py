@@ -19,6 +19,7 @@ import msgspec
 from ds4.config import Settings
 from ds4.errors import ContextOverflowError, RequestError
 from ds4.generation import MAX_TOP_LOGPROBS, NO_LOGPROBS, GenerationRequest, SamplingParams
+from ds4.protocol.structured import Structure, StructureFields, structure_of
 
 MAX_CHOICES: Final = 128
 _SEED_BITS: Final = 64
@@ -36,21 +37,14 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "dynatemp_range": (0, 0.0),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "grammar": ("",),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
-    "guided_json": (),
-    "guided_regex": ("",),
-    "json_schema": (),
+    "guided_whitespace_pattern": ("",),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "min_keep": (0, 1),
     "mirostat": (0,),
     "modalities": (["text"], []),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
     "samplers": ([],),
-    "structured_outputs": (),
     "suffix": ("",),
     "tfs_z": (1, 1.0),
     "thinking": (False, {"type": "disabled"}),
@@ -71,7 +65,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool | None = None
 
 
-class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationFields(StructureFields, frozen=True, kw_only=True):
     """The body fields of every OpenAI route that generates. Built by decoding only."""
 
     model: str | None = None
@@ -108,21 +102,14 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     dynatemp_range: Any = None
     function_call: Any = None
     functions: Any = None
-    grammar: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    json_schema: Any = None
+    guided_whitespace_pattern: Any = None
     length_penalty: Any = None
     logits_processors: Any = None
     min_keep: Any = None
     mirostat: Any = None
     modalities: Any = None
     prompt_logprobs: Any = None
-    response_format: Any = None
     samplers: Any = None
-    structured_outputs: Any = None
     suffix: Any = None
     tfs_z: Any = None
     thinking: Any = None
@@ -148,7 +135,10 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A validated request, without its prompts: how to draw, when to stop, what to answer."""
+    """A validated request, without its prompts: how to draw, when to stop, what to answer.
+
+    `structure` is what the client asked for, `grammar` what the worker gets once that was compiled.
+    """
 
     sampling: SamplingParams
     max_tokens: int | None
@@ -159,6 +149,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     num_choices: int
     stream: bool
     include_usage: bool
+    structure: Structure | None = None
+    holds_end: bool = False  # ignore_eos with a structure: it ends where nothing else may follow
+    grammar: str = ""
 
     def generation(
         self, num_prompt_tokens: int, max_context_tokens: int, choice: int, param: str
@@ -171,12 +164,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if room < min(1, self.max_tokens if self.max_tokens is not None else 1):
             raise ContextOverflowError(num_prompt_tokens, max_context_tokens, param=param)
         max_tokens = room if self.max_tokens is None else min(self.max_tokens, room)
+        assert bool(self.grammar) == (self.structure is not None), "a structure was not compiled"
         seed = (self.sampling.seed + choice) % (1 << _SEED_BITS)
         return GenerationRequest(
             max_tokens=max_tokens,
-            min_tokens=min(self.min_tokens, max_tokens),
+            min_tokens=max_tokens if self.holds_end else min(self.min_tokens, max_tokens),
             stop_token_ids=self.stop_token_ids,
             sampling=msgspec.structs.replace(self.sampling, seed=seed),
+            grammar=self.grammar,
         )
 
 
@@ -232,10 +227,13 @@ def decode_body(decoder: "msgspec.json.Decoder[_T]", body: bytes) -> _T:
         raise RequestError("the body is nested too deeply", code="invalid_json") from None
 
 
-def refuse_unsupported(fields: GenerationFields) -> None:
-    """Raises RequestError for a field that would change the output and has no effect here."""
+def refuse_unsupported(fields: GenerationFields, honoured: Collection[str] = ()) -> None:
+    """Raises RequestError for a field that would change the output and has no effect here.
+
+    `honoured`: those that the route takes itself.
+    """
     for name, neutral in _REFUSED.items():
-        value = getattr(fields, name)
+        value = getattr(fields, name) if name not in honoured else None
         # The type too: False must not pass where 0 is neutral.
         if value is not None and not any(value == each and type(value) is type(each) for each in neutral):
             raise RequestError(
@@ -250,9 +248,10 @@ def make_plan(
     *,
     num_logprobs: int,
     least_max_tokens: int = 1,
+    honoured: Collection[str] = (),
 ) -> Plan:
     """All checks that need no prompt. Raises RequestError naming the field."""
-    refuse_unsupported(fields)
+    refuse_unsupported(fields, honoured)
     num_choices = _whole("n", fields.n, 1, 1, MAX_CHOICES)
     best_of = _whole("best_of", fields.best_of, num_choices, 1, MAX_CHOICES)
     if best_of != num_choices:
@@ -262,7 +261,9 @@ def make_plan(
     stop_token_ids = tuple(dict.fromkeys(fields.stop_token_ids or ()))
     for token_id in stop_token_ids:
         _check_id("stop_token_ids", token_id, vocabulary.size)
-    ends = () if fields.ignore_eos else tuple(sorted(vocabulary.end_ids))
+    structure = structure_of(fields)
+    # A grammar ends with an end token, so it cannot do without.
+    ends = () if fields.ignore_eos and structure is None else tuple(sorted(vocabulary.end_ids))
     penalty_name = "repetition_penalty" if fields.repetition_penalty is not None else "repeat_penalty"
     penalty = fields.repetition_penalty if fields.repetition_penalty is not None else fields.repeat_penalty
     sampling = SamplingParams(
@@ -287,6 +288,8 @@ def make_plan(
         num_choices=num_choices,
         stream=bool(fields.stream),
         include_usage=_include_usage(fields),
+        structure=structure,
+        holds_end=bool(fields.ignore_eos) and structure is not None,
     )
 
 
@@ -388,6 +391,12 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """Part of `usage`."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """`usage`: exact counts of one request, all its choices together."""
 
@@ -395,15 +404,19 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
-def usage(num_prompt: int, num_completion: int, num_cached: int) -> Usage:
-    """The `usage` object."""
+def usage(num_prompt: int, num_completion: int, num_cached: int, num_reasoning: int | None = None) -> Usage:
+    """The `usage` object; `num_reasoning` is None where reasoning is not told from text."""
     return Usage(
         prompt_tokens=num_prompt,
         completion_tokens=num_completion,
         total_tokens=num_prompt + num_completion,
         prompt_tokens_details=PromptTokensDetails(num_cached),
+        completion_tokens_details=(
+            msgspec.UNSET if num_reasoning is None else CompletionTokensDetails(num_reasoning)
+        ),
     )
 
 

@@ -22,7 +22,18 @@ from ds4.protocol.common import (
     decode_body,
     make_plan,
 )
+from ds4.protocol.conversation import (
+    EFFORTS,
+    Conversation,
+    checked_tool_calls,
+    checked_tool_choice,
+    checked_tools,
+    refuse,
+    with_tool_names,
+)
 
+# Of the fields that other routes refuse.
+_HONOURED: Final = frozenset({"tools", "tool_choice", "thinking"})
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -42,6 +53,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[Any] | None = None
     tool_call_id: str | None = None
 
@@ -56,6 +68,8 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_budget: int | None = None
 
 
 class TemplateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +78,12 @@ class TemplateRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[ChatMessage]
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    reasoning_effort: str | None = None
+    thinking: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_budget: int | None = None
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -90,11 +110,29 @@ class ChoiceLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of a tool call; in a stream the name comes first, and the arguments piece by piece."""
+
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool call of the answer; `index` is there in streams only, the rest but for arguments once."""
+
+    index: int | msgspec.UnsetType = msgspec.UNSET
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
+    function: CalledFunction
+
+
 class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The assistant's message."""
+    """The assistant's message. `content` is null where there is nothing but tool calls."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
     refusal: None = None
 
 
@@ -125,6 +163,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,15 +210,54 @@ def plan_chat(request: ChatRequest, defaults: SamplingDefaults, vocabulary: Voca
         num_logprobs = check_top_logprobs("top_logprobs", request.top_logprobs or 0)
     elif request.top_logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
-    return make_plan(request, defaults, vocabulary, num_logprobs=num_logprobs)
+    return make_plan(request, defaults, vocabulary, num_logprobs=num_logprobs, honoured=_HONOURED)
 
 
-def template_kwargs(request: ChatRequest | TemplateRequest) -> dict[str, Any]:
-    """What the template gets besides the messages."""
+def conversation(request: ChatRequest | TemplateRequest) -> Conversation:
+    """What the model shall read, and how it may answer. Raises RequestError naming the field."""
+    tools = checked_tools(request.tools or ())
+    if checked_tool_choice(request.tool_choice, tools) == "none":
+        tools = []
+    thinking, budget = _thinking(request)
     kwargs = dict(request.chat_template_kwargs or {})
-    if isinstance(request, ChatRequest) and request.reasoning_effort is not None:
+    if request.reasoning_effort not in (None, "none"):
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
-    return kwargs
+    return Conversation(
+        messages=template_messages(request.messages),
+        tools=tools,
+        is_parallel=request.parallel_tool_calls is not False,
+        thinking=thinking,
+        max_reasoning_tokens=budget,
+        add_generation_prompt=request.add_generation_prompt is not False,
+        kwargs=kwargs,
+    )
+
+
+def _thinking(request: ChatRequest | TemplateRequest) -> tuple[bool | None, int | None]:
+    """Whether to think and for how long, from the fields that different clients use for it."""
+    effort, thinking, budget = request.reasoning_effort, request.thinking, request.reasoning_budget
+    if effort is not None and effort not in EFFORTS:
+        raise refuse("reasoning_effort", f"{effort[:40]!r} is not one of {', '.join(EFFORTS)}")
+    wanted = None if effort is None else effort != "none"
+    if isinstance(thinking, dict):
+        kind = thinking.get("type")
+        if kind not in ("enabled", "disabled", "adaptive", "auto"):
+            raise refuse("thinking.type", "must be enabled or disabled")
+        if budget is None:
+            budget = thinking.get("budget_tokens")
+        thinking = {"enabled": True, "disabled": False}.get(kind)
+    elif not isinstance(thinking, bool | None):
+        raise refuse("thinking", "must be true, false, or an object", "invalid_type")
+    if budget == -1:  # llama-server's spelling of "no limit"
+        budget = None
+    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
+        raise refuse("reasoning_budget", "must be a number of tokens")
+    switch = (request.chat_template_kwargs or {}).get("enable_thinking")
+    if isinstance(switch, bool):  # the most exact wish
+        wanted = switch
+    elif thinking is not None:
+        wanted = thinking
+    return (False if budget == 0 else wanted), budget
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -188,7 +267,7 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """
     if not messages:
         raise RequestError("messages must not be empty", param="messages", code="invalid_value")
-    return [_template_message(index, message) for index, message in enumerate(messages)]
+    return with_tool_names([_template_message(index, message) for index, message in enumerate(messages)])
 
 
 def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
@@ -203,11 +282,11 @@ def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
         "role": "system" if message.role == "developer" else message.role,
         "content": _text(param, message.content),
     }
-    for name in ("name", "reasoning_content", "tool_calls", "tool_call_id"):
-        value = getattr(message, name)
-        if value is not None and value != []:
-            out[name] = value
-    return out
+    if message.tool_calls:
+        out["tool_calls"] = checked_tool_calls(f"{param}.tool_calls", message.tool_calls)
+    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    more = {"name": message.name, "reasoning_content": reasoning, "tool_call_id": message.tool_call_id}
+    return out | {name: value for name, value in more.items() if value is not None}
 
 
 def _text(param: str, content: str | list[ContentPart] | None) -> str:

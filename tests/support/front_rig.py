@@ -57,14 +57,14 @@ class Front:
         self.directory = directory
         self.worker: ScriptedWorker | None = None
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of plain text."""
-        return self.state.model.tokenizer.encode(text, add_special=False, parse_special=False)
+    def encode(self, text: str, *, markers: bool = False) -> list[int]:
+        """Ids of plain text; with `markers`, of text with control tokens."""
+        return self.state.model.tokenizer.encode(text, add_special=False, parse_special=markers)
 
     def start_worker(self, script: "Script | str" = "", **options: Any) -> ScriptedWorker:
         """Bring a worker up that answers with `script`, or always with one text."""
         if isinstance(script, str):
-            ids = self.encode(script)
+            ids = self.encode(script, markers=True)
 
             def said(request: GenerationRequest, prompt: list[int]) -> list[int]:
                 return ids
@@ -106,13 +106,22 @@ def parse_events(raw: bytes) -> list[Any]:
 
 @contextlib.asynccontextmanager
 async def running_front(
-    tmp_path: Path, script: "Script | str | None" = "hello world", *, worker: Any = None, **settings: Any
+    tmp_path: Path,
+    script: "Script | str | None" = "hello world",
+    *,
+    worker: Any = None,
+    model: Any = None,
+    **settings: Any,
 ) -> AsyncIterator[Front]:
-    """A front end that serves, with a worker answering `script`; None: without a worker."""
+    """A front end that serves, with a worker answering `script`; None: without a worker.
+
+    `model` and `worker` are options of the tiny model and of the worker. A script that is a text may hold
+    the model's control tokens.
+    """
     directory = tmp_path / "ring"
     options = {"slots_per_front_end": 8, "shared_dir": str(directory), **settings}
     front_settings = Settings(**options)
-    state = FrontState.build(front_settings, write_tiny_model(tmp_path / "tiny.gguf"))
+    state = FrontState.build(front_settings, write_tiny_model(tmp_path / "tiny.gguf", **(model or {})))
     app = create_app(front_settings, state=state)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]

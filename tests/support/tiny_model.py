@@ -5,6 +5,7 @@ by the gguf package, so that our own reader never reads only what we wrote. The 
 working byte-level BPE: 3 control tokens, 256 byte tokens, and one token for each merge.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -80,22 +81,23 @@ def vocabulary() -> list[str]:
     return [*SPECIAL_TOKENS, *byte_symbols(), *(merge.replace(" ", "") for merge in MERGES)]
 
 
-def _add_tokenizer(writer: Any) -> None:
+def _add_tokenizer(writer: Any, chat_template: str, extra_controls: Sequence[str]) -> None:
     tokens = vocabulary()
     control, normal = int(gguf.TokenType.CONTROL), int(gguf.TokenType.NORMAL)
     num_special = len(SPECIAL_TOKENS)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([control] * num_special + [normal] * (len(tokens) - num_special))
+    types = [control] * num_special + [normal] * (len(tokens) - num_special)
+    writer.add_token_list([*tokens, *extra_controls])
+    writer.add_token_types(types + [control] * len(extra_controls))
     writer.add_token_merges(list(MERGES))
     writer.add_bos_token_id(IM_START)
     writer.add_eos_token_id(IM_END)
     writer.add_add_bos_token(False)
-    writer.add_chat_template(CHAT_TEMPLATE)
+    writer.add_chat_template(chat_template)
 
 
-def _add_weights(writer: Any, shape: TinyShape, quant: str, seed: int) -> None:
+def _add_weights(writer: Any, shape: TinyShape, quant: str, seed: int, vocab_size: int) -> None:
     rng = np.random.default_rng(seed)
     weight_type = gguf.GGMLQuantizationType[quant]
 
@@ -108,7 +110,6 @@ def _add_weights(writer: Any, shape: TinyShape, quant: str, seed: int) -> None:
 
     hidden, ffn = shape.hidden_size, shape.ffn_size
     queries, keys = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
-    vocab_size = len(vocabulary())
     matrix("token_embd.weight", vocab_size, hidden)
     for layer in range(shape.num_layers):
         prefix = f"blk.{layer}."
@@ -138,8 +139,11 @@ def write_tiny_model(
     extra_float32: dict[str, float] | None = None,
     extra_string: dict[str, str] | None = None,
     extra_tensors: dict[str, NDArray[np.float32]] | None = None,
+    chat_template: str = CHAT_TEMPLATE,
+    extra_controls: Sequence[str] = (),
 ) -> Path:
-    """Write the model to `path` and return it. `extra_*` add whole keys and tensors, e.g. for RoPE scaling.
+    """Write the model to `path` and return it. `extra_*` add whole keys and tensors, e.g. for RoPE scaling;
+    `extra_controls` are control tokens after all others.
 
     `quant` names a GGML type that the gguf package can quantise to and whose block divides the rows:
     F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0; with rows of 256 also TQ1_0 and TQ2_0.
@@ -158,15 +162,16 @@ def write_tiny_model(
     writer.add_rope_dimension_count(shape.head_size)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(vocabulary()))
+    vocab_size = len(vocabulary()) + len(extra_controls)
+    writer.add_vocab_size(vocab_size)
     for key, whole in (extra_uint32 or {}).items():
         writer.add_uint32(key, whole)
     for key, number in (extra_float32 or {}).items():
         writer.add_float32(key, number)
     for key, text in (extra_string or {}).items():
         writer.add_string(key, text)
-    _add_tokenizer(writer)
-    _add_weights(writer, shape, quant, seed)
+    _add_tokenizer(writer, chat_template, extra_controls)
+    _add_weights(writer, shape, quant, seed, vocab_size)
     for name, values in (extra_tensors or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
-from ds4.api.chat import chat_prompt
+from ds4.api.chat import chat_job
 from ds4.config import Settings
 from ds4.generation import ModelInfo, encode_model_info
 from ds4.metrics import WORKER, Metrics
@@ -61,7 +61,7 @@ def _expected(front: Front, content: str, count: int, seed: int) -> str:
     """What the fake device says after this conversation, cut at the first end token."""
     model = front.state.model
     request = ChatRequest(messages=[ChatMessage(role="user", content=content)])
-    prompt = chat_prompt(model, request, "messages")
+    prompt = chat_job(model, request, "messages").prompts[0]
     ids: list[int] = []
     for token_id in generate(prompt, count, model.vocabulary.size, seed):
         if token_id in model.vocabulary.end_ids:

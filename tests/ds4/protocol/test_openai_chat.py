@@ -7,7 +7,8 @@ import pytest
 
 from ds4.errors import RequestError
 from ds4.protocol.common import Plan, SamplingDefaults, Vocabulary
-from ds4.protocol.openai_chat import decode_chat, plan_chat, template_kwargs, template_messages
+from ds4.protocol.conversation import Conversation
+from ds4.protocol.openai_chat import conversation, decode_chat, plan_chat, template_messages
 
 _VOCABULARY = Vocabulary(size=100, end_ids=frozenset({2}))
 
@@ -84,7 +85,66 @@ def test_the_newer_name_of_the_limit_wins() -> None:
     assert _plan(max_tokens=5, max_completion_tokens=None).max_tokens == 5
 
 
+def _asked(**fields: Any) -> Conversation:
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    return conversation(decode_chat(msgspec.json.encode(body)))
+
+
 def test_template_options_are_handed_on() -> None:
-    body = {"messages": [], "chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}
-    kwargs = template_kwargs(decode_chat(msgspec.json.encode(body)))
-    assert kwargs == {"enable_thinking": False, "reasoning_effort": "low"}
+    asked = _asked(chat_template_kwargs={"enable_thinking": False, "x": [1]}, reasoning_effort="low")
+    assert asked.kwargs == {"enable_thinking": False, "reasoning_effort": "low", "x": [1]}
+    assert asked.thinking is False
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinking", "budget"),
+    [
+        ({}, None, None),
+        ({"reasoning_effort": "none"}, False, None),
+        ({"reasoning_effort": "high"}, True, None),
+        ({"thinking": True}, True, None),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, False, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 64}}, True, 64),
+        ({"thinking": {"type": "adaptive"}}, None, None),
+        ({"reasoning_budget": 8, "thinking": {"type": "enabled", "budget_tokens": 64}}, True, 8),
+        ({"reasoning_budget": -1}, None, None),
+        ({"reasoning_budget": 0, "thinking": True}, False, 0),
+        ({"chat_template_kwargs": {"enable_thinking": True}, "thinking": False}, True, None),
+    ],
+)
+def test_thinking_is_asked_for_in_many_ways(
+    fields: dict[str, Any], thinking: bool | None, budget: int | None
+) -> None:
+    asked = _asked(**fields)
+    assert (asked.thinking, asked.max_reasoning_tokens) == (thinking, budget)
+    assert "reasoning_effort" not in asked.kwargs or asked.kwargs["reasoning_effort"] != "none"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"reasoning_effort": "hard"}, "reasoning_effort"),
+        ({"thinking": "yes"}, "thinking"),
+        ({"thinking": {"type": "perhaps"}}, "thinking.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": "5"}}, "reasoning_budget"),
+        ({"reasoning_budget": -2}, "reasoning_budget"),
+    ],
+)
+def test_a_wrong_wish_about_thinking_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        _asked(**fields)
+    assert caught.value.param == param
+
+
+def test_tools_are_for_the_template_unless_they_must_not_be_used() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "strict": True}}]
+    assert _asked(tools=tools).tools == tools
+    assert _asked(tools=tools, tool_choice="none").tools == []
+    assert _asked(tools=tools, parallel_tool_calls=False).is_parallel is False
+    assert _plan(tools=tools, tool_choice="auto").num_choices == 1
+
+
+def test_reasoning_in_the_history_has_two_names() -> None:
+    for name in ("reasoning", "reasoning_content"):
+        (message,) = _messages({"role": "assistant", "content": "x", name: "why"})
+        assert message["reasoning_content"] == "why"

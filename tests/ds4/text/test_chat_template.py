@@ -81,7 +81,7 @@ def test_no_field_of_a_request_can_smuggle_a_marker(
         "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.content }}{{ m.name }}{{ m.extra | tojson }}"
         "{{ m.tool_calls }}{% endfor %}{{ tools | tojson }}{{ extra }}"
     )
-    messages = [
+    messages: list[dict[str, Any]] = [
         {
             "role": role,
             "content": content,
@@ -220,7 +220,7 @@ def test_the_embedded_models_template_gives_its_chat_format() -> None:
     model = ModelFile.open(embedded_model())
     tokenizer = Tokenizer.from_model(model)
     template = ChatTemplate.from_model(model, tokenizer)
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
         *user("2+2?"),
         {"role": "assistant", "content": "4"},
@@ -242,7 +242,7 @@ def test_a_template_that_wants_short_ids_gets_them(tokenizer: Tokenizer) -> None
         "{% if m.tool_call_id %}<{{ m.tool_call_id }}>{% endif %}{{ m.content }}{% endfor %}"
     )
     call = {"id": "call_0123456789", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "x", "tool_call_id": "call_0123456789"},
     ]

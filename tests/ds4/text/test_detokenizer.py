@@ -31,9 +31,9 @@ def test_control_tokens_are_silent_unless_they_are_asked_for(tokenizer: Tokenize
     ids = [*ids_of(tokenizer, b"a"), MARKER]
     shown = tokenizer.control_ids_in(["<", "text <|im_end|>", "<|im_end|"])
     assert shown == {MARKER}
-    for options, text in (({}, "a"), ({"special": True}, "a<|im_end|>"), ({"shown": shown}, "a<|im_end|>")):
-        detokenizer = Detokenizer(tokenizer, **options)  # type: ignore[arg-type]
-        assert "".join(map(detokenizer.push, ids)) == text
+    assert "".join(map(Detokenizer(tokenizer).push, ids)) == "a"
+    assert "".join(map(Detokenizer(tokenizer, special=True).push, ids)) == "a<|im_end|>"
+    assert "".join(map(Detokenizer(tokenizer, shown=shown).push, ids)) == "a<|im_end|>"
 
 
 def test_the_vocabulary_can_be_asked_for_a_token(tokenizer: Tokenizer) -> None:
