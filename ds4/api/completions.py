@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from ds4.api.answers import Collected, Identity, collect_answer, stream_answer
-from ds4.api.choices import Choice, Choices, Job, Piece, TokenText, make_job, open_choices
+from ds4.api.choices import Choice, Choices, Job, Piece, TokenText, make_job, open_choices, with_grammar
 from ds4.api.exchange import Exchange
 from ds4.api.sse import MARK, FrameTemplate, event
 from ds4.api.state import ServedModel
@@ -36,6 +36,7 @@ async def completions(exchange: Exchange) -> None:
     """The route."""
     model = exchange.state.model
     request, job = await exchange.prepare(lambda body: _prepare(model, body))
+    job = await with_grammar(exchange, job)
     echoes = _echoes(model, request, job.prompts)
     with open_choices(exchange, job) as choices:
         identity = Identity(exchange, "cmpl-", request.model)

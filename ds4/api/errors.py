@@ -81,6 +81,7 @@ _TABLE: Final[tuple[tuple[type[BaseException], _Rule], ...]] = (
 _WORKER: Final = {
     ErrorCode.INVALID_REQUEST: _Rule(400, "invalid_request_error", "invalid_value"),
     ErrorCode.TOO_LARGE: _Rule(400, "invalid_request_error", "context_length_exceeded"),
+    ErrorCode.GRAMMAR: _Rule(400, "invalid_request_error", "grammar_failed"),
     ErrorCode.NUMERIC: _Rule(500, "server_error", "numeric_error"),
     ErrorCode.DEVICE: _Rule(503, "service_unavailable_error", "worker_lost"),
     ErrorCode.SHUTTING_DOWN: _Rule(503, "service_unavailable_error", "shutting_down"),

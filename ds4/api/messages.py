@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from ds4.api.answers import collect_answer, stream_frames
-from ds4.api.choices import Choice, Choices, Job, Piece, open_choices
+from ds4.api.choices import Choice, Choices, Job, Piece, open_choices, with_grammar
 from ds4.api.dialects import anthropic_error
 from ds4.api.errors import Failure
 from ds4.api.exchange import Exchange
@@ -62,6 +62,7 @@ async def messages(exchange: Exchange) -> None:
     """The route."""
     model = exchange.state.model
     request, job = await exchange.prepare(lambda body: _prepare(model, body))
+    job = await with_grammar(exchange, job)
     with open_choices(exchange, job) as choices:
         answer = _Answer(choices, request.model or model.names[0])
         if request.stream:

@@ -1,8 +1,8 @@
 """What an answer has to look like, written as a grammar: from a schema, regex, list or grammar of a client.
 
 Owns: `GrammarSource` and the translation into llguidance's Lark dialect, the one form that crosses the
-ring. Runs in: front ends; GBNF is translated in the checking process (ds4/text/grammar_check.py), since
-a hostile one takes long. Source: llguidance's syntax and JSON Schema documentation.
+ring. Runs in: front ends, almost always in their checking process (ds4/text/grammar_check.py), since
+translating what is hostile takes long. Source: llguidance's syntax and JSON Schema documentation.
 
 Two options go with every grammar, whatever it says itself. `no_forcing`: the model chooses how forced
 text is cut into tokens. White space in JSON is at most a space, or a new line and its indentation: a
@@ -50,12 +50,15 @@ JSON_OBJECT: Final = GrammarSource("json", '{"type":"object"}')
 
 
 def grammar_of(source: GrammarSource) -> str:
-    """The grammar for the worker. Raises RequestError where the source is malformed; GBNF needs llguidance."""
+    """The grammar for the worker. Raises RequestError where the source is malformed."""
     match source.kind:
         case "json":
             return f"{_HEAD}start: {json_rule(json.loads(source.text))}\n"
         case "regex":
-            return f"{_HEAD}start: {_regex(source.text)}\n"
+            from llguidance import regex_to_lark  # in the checking process only
+
+            # Digits, word characters and white space of ASCII, as elsewhere where regexes guide models.
+            return f"{_HEAD}start: /{regex_to_lark(source.text, 'dws')}/\n"
         case "choice":
             return f"{_HEAD}start: {' | '.join(map(literal, json.loads(source.text)))}\n"
         case "grammar":
@@ -94,11 +97,6 @@ def _without_neutral(schema: Any) -> Any:
         elif not (key == "uniqueItems" and value is False):
             kept[key] = _without_neutral(value)
     return kept
-
-
-def _regex(pattern: str) -> str:
-    escaped = re.sub(r"\\.|/", lambda found: found[0] if found[0] != "/" else r"\/", pattern, flags=re.DOTALL)
-    return "/" + escaped.replace("\n", r"\n") + "/"
 
 
 def _grammar(text: str) -> str:
