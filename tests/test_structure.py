@@ -25,6 +25,7 @@ OF_SEVERAL: Final = {
     "tests/ds4/ring/test_life_cycle.py": "both ends of the ring together",
     "tests/ds4/ring/test_processes.py": "both ends of the ring in real processes",
     "tests/workers/devices/cpu/test_fallback.py": "a broken Numba, seen from the registry and the build",
+    "tests/workers/devices/cpu/test_quality.py": "the whole engine on the real model",
     "tests/workers/devices/cpu/test_kernels.py": "every kernel module against the oracle",
 }
 
