@@ -53,6 +53,17 @@ def _too_small(settings: Settings, context: int, pages: int, page_size: int, fre
     )
 
 
+def step_limits(settings: Settings, sizes: Dimensions) -> Limits:
+    """What a step's buffers are sized for at most, before it is known how many pages there will be."""
+    seats = max(1, settings.batched_sessions)
+    return Limits(
+        max_rows=max(settings.max_batch_tokens, seats),
+        max_seats=seats,
+        max_context_tokens=min(settings.ctx or sizes.max_context_tokens, sizes.max_context_tokens),
+        num_pages=0,
+    )
+
+
 def compute_limits(settings: Settings, sizes: Dimensions, need: Need, free_bytes: int) -> Limits:
     """What to size a device for, given `free_bytes` of memory before anything is loaded.
 

@@ -1,7 +1,7 @@
 """Which device runs the model.
 
-Owns: the choice. Runs in: the worker, at start. Devices are imported here
-and only when chosen, so that a machine without Numba or a GPU driver still has the others.
+Owns: the choice. Runs in: the worker, at start. What needs a package of its own (Numba, CuPy) is
+imported only when chosen, so that a machine without it still has the other devices.
 """
 
 import importlib
@@ -10,6 +10,9 @@ import logging
 from ds4.config import Settings
 from ds4.errors import ConfigError
 from ds4.model_file import ModelFile
+from workers.devices.cuda import opening
+from workers.devices.cuda.backend import Backend
+from workers.devices.cuda.driver import probe
 from workers.devices.interface import Device, Limits
 from workers.devices.limits import Need, compute_limits
 from workers.devices.memory import available_bytes
@@ -53,12 +56,21 @@ def _without_cpu(settings: Settings, error: ImportError) -> str:
     return "reference"
 
 
-def _choose(settings: Settings) -> str:
-    """The device's name: what was asked for, or the best that can be imported."""
+def _gpu(settings: Settings) -> Backend | None:
+    """The GPU, where one is asked for, or where there is one and nothing else is asked for."""
     if settings.device == "cuda":
-        raise ConfigError(
-            "the cuda device is not available in this version; use --device cpu", setting="device"
-        )
+        return opening.open_gpu()
+    if settings.device != "auto" or probe().problem:
+        return None
+    try:
+        return opening.open_gpu()
+    except ConfigError as error:
+        log.warning("there is a GPU, but it is not used: %s", error)
+        return None
+
+
+def _choose(settings: Settings) -> str:
+    """The name of the device without a GPU: what was asked for, or the best that can be imported."""
     if settings.device == "reference":
         return "reference"
     try:
@@ -70,7 +82,10 @@ def _choose(settings: Settings) -> str:
 
 def open_device(settings: Settings, model: ModelFile) -> tuple[Device, Limits]:
     """Load `model` onto the device that `settings` name. Raises ConfigError (ModelFileError included)."""
-    program, name = load_program(model), _choose(settings)
+    program, gpu = load_program(model), _gpu(settings)
+    if gpu is not None:
+        return opening.load(settings, model, program, gpu)
+    name = _choose(settings)
     try:
         return _open(name, settings, model, program)
     except ImportError as error:  # Numba itself is imported only where no compiled code is cached

@@ -1,24 +1,22 @@
-// What a sequence brings along when it sits down: its token history and its logit biases.
+// What a sequence brings along when it sits down: how often its tokens occurred.
 //
-// Owns: nothing; the words of `history` are those of sampling.cu. Runs in: between steps. Source: this project.
+// Owns: nothing; `counts` [seats][vocab_size] are those of sampling.cu: how often an id was output, the highest bit
+// set where the prompt holds it. Runs in: between steps. Source: this project.
 #include "prelude.cuh"
 
 #define IN_PROMPT 0x80000000u
-#define SUPPRESSED 0x40000000u
 
-// One seat's history and bias, both zero before. Any grid. `ids`: the sequence so far (num_ids, of which the
-// first num_prompt are prompt), then num_bias biased ids, whose `values` are added, then num_suppressed ids.
-extern "C" __global__ void __launch_bounds__(256) set_adjustments(u32* history, float* bias, const int* ids, const float* values, int num_ids, int num_prompt, int num_bias, int num_suppressed) {
-  const int count = num_ids + num_bias + num_suppressed;
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {
-    const int id = ids[i];
-    if (i < num_prompt)
-      atomicOr((int*)&history[id], (int)IN_PROMPT);
-    else if (i < num_ids)
-      atomicAdd(&history[id], 1u);
-    else if (i < num_ids + num_bias)
-      bias[id] = values[i - num_ids];
-    else
-      atomicOr((int*)&history[id], (int)SUPPRESSED);
+// Any grid of blocks of 256.
+extern "C" __global__ void __launch_bounds__(256) reset_counts(u32* counts, int seat, int vocab_size) {
+  u32* row = counts + (size_t)seat * vocab_size;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < vocab_size; i += gridDim.x * blockDim.x) row[i] = 0;
+}
+
+// Any grid of blocks of 256, after `reset_counts`. ids: the sequence so far, of which the first num_prompt are prompt.
+extern "C" __global__ void __launch_bounds__(256) count_history(u32* counts, int seat, int vocab_size, const int* ids, int num_ids, int num_prompt) {
+  u32* row = counts + (size_t)seat * vocab_size;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < num_ids; i += gridDim.x * blockDim.x) {
+    if (i < num_prompt) atomicOr((int*)&row[ids[i]], (int)IN_PROMPT);
+    else atomicAdd(&row[ids[i]], 1u);
   }
 }

@@ -10,6 +10,10 @@ from ds4.config import Settings
 from ds4.errors import ConfigError
 from ds4.model_file import ModelFile
 from tests.support.tiny_model import write_tiny_model
+from workers.devices import registry
+from workers.devices.cuda import opening
+from workers.devices.cuda.driver import Driver
+from workers.devices.emulator.backend import EmulatorBackend
 from workers.devices.registry import open_device
 
 
@@ -25,10 +29,63 @@ def test_the_reference_is_opened_by_name(model: ModelFile) -> None:
     device.close()
 
 
-def test_cuda_is_refused_until_it_exists(model: ModelFile) -> None:
-    with pytest.raises(ConfigError, match="--device cpu") as caught:
+def no_gpu() -> Driver:
+    return Driver(problem="no NVIDIA driver is installed")
+
+
+def one_gpu() -> Driver:
+    return Driver(num_devices=1, cuda_version=13000)
+
+
+@pytest.fixture(autouse=True)
+def machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (registry, opening):
+        monkeypatch.setattr(module, "probe", no_gpu)
+
+
+def test_cuda_without_a_gpu_is_refused_with_the_reason(model: ModelFile) -> None:
+    with pytest.raises(ConfigError, match=r"no NVIDIA driver is installed; use --device cpu") as caught:
         open_device(Settings(device="cuda"), model)
     assert caught.value.setting == "device"
+
+
+def test_without_a_gpu_cupy_is_never_imported(model: ModelFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)  # importing it now fails
+    monkeypatch.setitem(sys.modules, "workers.devices.cpu.device", None)
+    device, _ = open_device(Settings(device="auto", batched_sessions=2), model)
+    assert device.name == "reference"
+
+
+@pytest.mark.parametrize(("version", "extra"), [(12080, "cuda12"), (13000, "cuda13")])
+def test_a_gpu_without_cupy_names_what_to_install(
+    model: ModelFile, monkeypatch: pytest.MonkeyPatch, version: int, extra: str
+) -> None:
+    monkeypatch.setattr(opening, "probe", lambda: Driver(num_devices=1, cuda_version=version))
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ConfigError, match=rf"needs CuPy.*pip install 'ds4-server\[{extra}\]'"):
+        open_device(Settings(device="cuda"), model)
+
+
+def test_auto_with_a_gpu_that_cannot_be_used_warns_and_runs_on_the_cpu(
+    model: ModelFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in (registry, opening):
+        monkeypatch.setattr(module, "probe", one_gpu)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with caplog.at_level(logging.WARNING):
+        device, _ = open_device(Settings(batched_sessions=2), model)
+    assert device.name != "cuda"
+    device.close()
+    assert "there is a GPU, but it is not used" in caplog.text
+
+
+def test_auto_takes_the_gpu_where_there_is_one(model: ModelFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "probe", one_gpu)
+    monkeypatch.setattr(opening, "open_gpu", EmulatorBackend)
+    device, limits = open_device(Settings(batched_sessions=2), model)
+    assert device.name == "cuda"
+    assert limits.num_pages >= 2 * 512 // 16
+    device.close()
 
 
 def test_without_the_cpu_device_auto_falls_back_with_one_warning(

@@ -7,6 +7,7 @@ A graph freezes addresses, so steps of one size find their input at the same pla
 
     tokens, positions, row_seats   [rows]      the embedding resolves PREVIOUS_SAMPLE among the tokens
     sample_rows, sample_seats      [samples]
+    chunks                         [.., 2]     (first row, rows): tiles of attention, see below
     page updates                   [.., 3]     (seat, column, page), applied by one small kernel
 
 Page tables stay on the device, by seat, because a long context's table is far larger than what changes in
@@ -42,6 +43,9 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     row_seats: DeviceArray
     sample_rows: DeviceArray
     sample_seats: DeviceArray
+    num_decode: int  # leading rows that are a sequence each; all others are in chunks
+    num_chunks: int
+    chunks: DeviceArray
 
 
 class Updates(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,14 +63,24 @@ def table_pitch(limits: Limits) -> int:
 def block_size(limits: Limits) -> int:
     """Integers of the largest step: a step's rows begin at most as many pages as they are."""
     rows, samples = _padded(limits.max_rows), _padded(limits.max_seats)
-    return 3 * rows + 2 * samples + _padded(3 * limits.max_rows)
+    return 3 * rows + 2 * samples + _padded(2 * limits.max_rows) + _padded(3 * limits.max_rows)
+
+
+def input_bytes(limits: Limits) -> int:
+    """Device memory of a step's input and of the page tables."""
+    return 4 * (block_size(limits) + (limits.max_seats + 1) * table_pitch(limits))
 
 
 class StepInputs:
     """Writes steps into staging memory and queues their copies. Owned by one device."""
 
-    def __init__(self, backend: Backend, limits: Limits) -> None:
+    def __init__(
+        self, backend: Backend, limits: Limits, *, chunk_rows: int, has_decode_attention: bool
+    ) -> None:
+        """`chunk_rows`: of one tile of attention; without decode attention single rows are tiles too."""
         self._backend = backend
+        self._chunk_rows = chunk_rows
+        self._has_decode_attention = has_decode_attention
         self.scratch_seat: Final = limits.max_seats
         self.pitch: Final = table_pitch(limits)
         size = block_size(limits)
@@ -86,18 +100,26 @@ class StepInputs:
         """Another sequence sits down: nothing of its table is known."""
         self._known_pages[seat] = 0
 
-    def block(self, num_rows: int, num_samples: int) -> Block:
-        """Where steps of this size find their input."""
+    def _block_of(self, num_rows: int, num_samples: int, num_decode: int, num_chunks: int) -> Block:
+        """Where a step of these sizes finds its input: always at the same place."""
         rows, samples = 4 * _padded(num_rows), 4 * _padded(num_samples)
+        after_rows, after_samples = 3 * rows, 3 * rows + 2 * samples
         return Block(
             num_rows=num_rows,
             num_samples=num_samples,
             tokens=self._block.part(0, num_rows, np.int32),
             positions=self._block.part(rows, num_rows, np.int32),
             row_seats=self._block.part(2 * rows, num_rows, np.int32),
-            sample_rows=self._block.part(3 * rows, num_samples, np.int32),
-            sample_seats=self._block.part(3 * rows + samples, num_samples, np.int32),
+            sample_rows=self._block.part(after_rows, num_samples, np.int32),
+            sample_seats=self._block.part(after_rows + samples, num_samples, np.int32),
+            num_decode=num_decode,
+            num_chunks=num_chunks,
+            chunks=self._block.part(after_samples, (num_chunks, 2), np.int32),
         )
+
+    def example(self, num_rows: int, num_samples: int) -> Block:
+        """A step of decode rows and tiles, to ask which kernels it uses; it has no content."""
+        return self._block_of(num_rows, num_samples, min(num_rows, num_samples), 1)
 
     def stage(self, batch: StepBatch, num_rows: int, num_samples: int) -> tuple[Block, Updates | None]:
         """Queue the copy of `batch`, padded with rows of nobody's to `num_rows` and `num_samples`."""
@@ -120,14 +142,35 @@ class StepInputs:
         put(3 * row_part, batch.sample_rows[:samples], sample_part, 0)
         put(3 * row_part + sample_part, batch.sample_seats[:samples], sample_part, self.scratch_seat)
         end = 3 * row_part + 2 * sample_part
+        num_decode, chunks = self._attention_work(starts, num_rows)
+        put(end, chunks.reshape(-1), _padded(chunks.size), 0)
+        end += _padded(chunks.size)
         entries = self._new_pages(batch, seats, positions[starts[1:] - 1] // PAGE_TOKENS + 1)
         stage[end : end + entries.size] = entries.reshape(-1)
         self._backend.upload(stage[: end + entries.size], self._block)
-        block = self.block(num_rows, num_samples)
+        block = self._block_of(num_rows, num_samples, num_decode, len(chunks))
         if not len(entries):
             return block, None
         updates = Updates(count=len(entries), entries=self._block.part(4 * end, entries.shape, np.int32))
         return block, updates
+
+    def _attention_work(self, starts: NDArray[np.int32], num_rows: int) -> tuple[int, NDArray[np.int32]]:
+        """How many leading rows are a sequence each, and tiles [.., 2] of all rows after them."""
+        count = int(starts[-1])
+        lengths = np.diff(starts)
+        if num_rows > count:  # padding: rows of their own
+            lengths = np.concatenate([lengths, np.ones(num_rows - count, np.int32)])
+            starts = np.concatenate([starts, np.arange(count + 1, num_rows + 1, dtype=np.int32)])
+        num_decode = 0
+        if self._has_decode_attention:
+            longer = np.flatnonzero(lengths != 1)
+            num_decode = int(longer[0]) if len(longer) else len(lengths)
+        first_rows, ends = starts[num_decode:-1], starts[num_decode + 1 :]
+        tiles = -(-(ends - first_rows) // self._chunk_rows)
+        index = np.arange(int(tiles.sum())) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+        firsts = np.repeat(first_rows, tiles) + index * self._chunk_rows
+        sizes = np.minimum(np.repeat(ends, tiles) - firsts, self._chunk_rows)
+        return num_decode, np.stack([firsts, sizes], axis=1).astype(np.int32)
 
     def _new_pages(
         self, batch: StepBatch, seats: NDArray[np.int32], needed: NDArray[np.int32]

@@ -15,9 +15,11 @@ SCRATCH = 6
 class Rig:
     """Inputs on the emulator, which copies late: what was rewritten too early would show."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_decode_attention: bool = True) -> None:
         self.backend = EmulatorBackend()
-        self.inputs = StepInputs(self.backend, LIMITS)
+        self.inputs = StepInputs(
+            self.backend, LIMITS, chunk_rows=4, has_decode_attention=has_decode_attention
+        )
         self.batch = StepBatch(LIMITS)
 
     def fill(self, sequences: list[tuple[int, int, int]], samples: list[int]) -> None:
@@ -132,3 +134,24 @@ def test_a_step_of_the_most_rows_fits(rig: Rig) -> None:
     assert rig.read(block.tokens) == list(range(64))
     assert updates is not None
     assert updates.count == 4
+
+
+def test_leading_decode_rows_have_their_own_attention_and_others_are_cut_in_tiles(rig: Rig) -> None:
+    rig.fill([(4, 20, 1), (5, 9, 1), (1, 0, 9), (2, 5, 1)], samples=[0, 1])
+    block, _ = rig.stage()
+    assert block.num_decode == 2
+    assert rig.read(block.chunks) == [2, 4, 6, 4, 10, 1, 11, 1]
+
+
+def test_a_batch_of_decode_rows_has_no_tiles_padding_included(rig: Rig) -> None:
+    rig.fill([(4, 20, 1), (5, 9, 1), (1, 0, 1)], samples=[0, 1, 2])
+    block, _ = rig.stage(rows=4, samples=4)
+    assert (block.num_decode, block.num_chunks) == (4, 0)
+
+
+def test_without_decode_attention_every_row_is_in_a_tile() -> None:
+    rig = Rig(has_decode_attention=False)
+    rig.fill([(4, 20, 1), (5, 9, 1)], samples=[0, 1])
+    block, _ = rig.stage(rows=4, samples=4)
+    assert block.num_decode == 0
+    assert rig.read(block.chunks) == [0, 1, 1, 1, 2, 1, 3, 1]

@@ -24,11 +24,10 @@ class Both:
     def __init__(self, vocab: int = VOCAB, *, thread_order: int = 0) -> None:
         self.backend = EmulatorBackend(thread_order=thread_order)
         self.vocab = vocab
-        self._inputs = StepInputs(self.backend, LIMITS)
+        self._inputs = StepInputs(self.backend, LIMITS, chunk_rows=16, has_decode_attention=True)
         self.device = DeviceSampler(self.backend, LIMITS, vocab)
         self.host = HostSampler(LIMITS.max_seats, vocab)
-        self._pitch = vocab + 3
-        self._logits = self.backend.allocate((LIMITS.max_seats, self._pitch), np.float32)
+        self._logits = self.backend.allocate((LIMITS.max_seats, vocab), np.float32)
         self._batch = StepBatch(LIMITS)
 
     def seat(self, seat: int, **changes: Any) -> None:
@@ -57,15 +56,14 @@ class Both:
         batch.positions[:count] = after - 1
         batch.sample_rows[:count] = np.arange(count)
         block, _ = self._inputs.stage(batch, count, count)
-        wide = np.full((count, self._pitch), np.nan, np.float32)
-        wide[:, : self.vocab] = logits
-        self.backend.upload(wide, self._logits)
+        self.backend.upload(logits, self._logits)
         self.device.upload_seats()
-        self.device.launch(block, self._logits, self._pitch)
-        asked = self.device.download(0, batch.sample_seats[:count])
+        of = batch.sample_seats[:count]
+        self.device.launch(block, self._logits, adjusts=self.device.adjusts(of))
+        self.device.download(0, count)
         self.backend.synchronise()
         ours, oracle = StepResult(LIMITS.max_seats), StepResult(LIMITS.max_seats)
-        self.device.read(0, asked, ours)
+        self.device.read(0, of, ours)
         self.host.sample(logits.copy(), batch.sample_seats[:count], after, oracle)
         return ours, oracle
 

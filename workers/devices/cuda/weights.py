@@ -1,0 +1,169 @@
+"""Weights on the device: packed for the kernels, uploaded once, one tensor of host memory at a time.
+
+Owns: the device memory of all weights. Runs in: the worker, at load. Source: `workers/quant/repack.py`.
+
+Types that no kernel reads are widened to float16. So are parts that must be one matrix (gate and up)
+where a file gives them different types; q, k and v may differ, each run of one type is a matrix.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import groupby
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ds4.ggml_types import GgmlType
+from workers.devices.cuda.backend import Backend, DeviceArray
+from workers.model.program import GateUpMatmul, Program, Tensor
+from workers.quant.dequantise import dequantise, row_bytes
+from workers.quant.repack import (
+    FLOAT_TYPES,
+    PACKABLE_TYPES,
+    TILE_OUTPUTS,
+    PackedMatrix,
+    iq2_xxs_codebook,
+    repack,
+    repack_gate_up,
+)
+
+_WIDE: Final = GgmlType.F16
+
+
+class DeviceMatrix(msgspec.Struct, frozen=True, kw_only=True):
+    """A weight [num_outputs, num_inputs] as the kernels take it. Gate and up count as pairs."""
+
+    ggml_type: GgmlType
+    data: DeviceArray
+    codebook: DeviceArray | None
+    num_outputs: int
+    num_weight_rows: int  # of the packed matrix: gate and up each count, with their padding
+    num_inputs: int
+    num_tiles: int
+    num_units: int
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it is multiplied with float activations rather than int8 ones."""
+        return self.ggml_type in FLOAT_TYPES
+
+
+def stored_type(tensor: Tensor) -> GgmlType:
+    """The type it has on the device."""
+    kind = GgmlType(tensor.ggml_type)
+    return kind if kind in PACKABLE_TYPES else _WIDE
+
+
+def runs_of_one_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The tensors, in order, cut where the type changes."""
+    return [list(run) for _, run in groupby(tensors, key=stored_type)]
+
+
+def _blocks(tensor: Tensor, kind: GgmlType) -> NDArray[np.uint8]:
+    """Raw blocks of `kind`: the file's own, or widened ones."""
+    if tensor.ggml_type == kind:
+        return tensor.data
+    assert kind is _WIDE
+    values = dequantise(tensor.data, tensor.ggml_type, tensor.shape)
+    return values.astype(np.float16).reshape(-1).view(np.uint8)
+
+
+def pair_type(gate: Tensor, up: Tensor) -> GgmlType:
+    """The type of gate and up as one matrix."""
+    return stored_type(gate) if stored_type(gate) == stored_type(up) else _WIDE
+
+
+@cache
+def _tile_bytes(kind: GgmlType, num_inputs: int) -> int:
+    """Bytes of 16 packed outputs: asked of the packing itself."""
+    row = np.zeros(TILE_OUTPUTS * row_bytes(kind, num_inputs), np.uint8)
+    return repack([(row, (TILE_OUTPUTS, num_inputs))], kind).data.nbytes
+
+
+def _matrix_bytes(kind: GgmlType, num_outputs: int, num_inputs: int) -> int:
+    if kind in FLOAT_TYPES:
+        return num_outputs * row_bytes(kind, num_inputs)
+    return -(-num_outputs // TILE_OUTPUTS) * _tile_bytes(kind, num_inputs)
+
+
+def weight_bytes(program: Program) -> int:
+    """Device memory that a program's weights take. Tensors used twice count once."""
+    found: dict[str, int] = {}
+    for operation in program.operations:
+        pair = None
+        if isinstance(operation, GateUpMatmul):
+            pair = pair_type(operation.gate, operation.up)
+        for field in operation.__struct_fields__:
+            tensor = getattr(operation, field)
+            if not isinstance(tensor, Tensor):
+                continue
+            if len(tensor.shape) == 1:
+                found[tensor.name] = 4 * tensor.shape[0]
+                continue
+            kind = stored_type(tensor) if pair is None else pair
+            found[tensor.name] = _matrix_bytes(kind, *tensor.shape) + TILE_OUTPUTS * row_bytes(
+                kind, tensor.shape[1]
+            )
+    return sum(found.values())
+
+
+class Weights:
+    """Uploads tensors; what a program uses twice is uploaded once. Owned by one device."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._matrices: dict[str, DeviceMatrix] = {}
+        self._codebook: DeviceArray | None = None
+
+    def _upload(self, host: NDArray[np.generic]) -> DeviceArray:
+        array = self._backend.allocate(host.nbytes, np.uint8)
+        self._backend.upload(np.ascontiguousarray(host).reshape(-1).view(np.uint8), array)
+        return array
+
+    def vector(self, *tensors: Tensor | None, sizes: Sequence[int] = ()) -> DeviceArray:
+        """Float32 values one after the other; `sizes` says how many zeros stand for one that is not there."""
+        parts = [
+            np.zeros(sizes[index], np.float32)
+            if tensor is None
+            else dequantise(tensor.data, tensor.ggml_type, tensor.shape)
+            for index, tensor in enumerate(tensors)
+        ]
+        return self._upload(np.concatenate(parts))
+
+    def table(self, values: NDArray[np.float32]) -> DeviceArray:
+        """Values as they are."""
+        return self._upload(values)
+
+    def matrix(self, tensors: Sequence[Tensor]) -> DeviceMatrix:
+        """All outputs of tensors of one type, as one matrix."""
+        name = "|".join(tensor.name for tensor in tensors)
+        if name not in self._matrices:
+            kind = stored_type(tensors[0])
+            packed = repack([(_blocks(tensor, kind), tensor.shape) for tensor in tensors], kind)
+            self._matrices[name] = self._device_matrix(packed, packed.num_outputs)
+        return self._matrices[name]
+
+    def gate_up(self, gate: Tensor, up: Tensor) -> DeviceMatrix:
+        """Both as one matrix whose tiles hold eight outputs of each."""
+        kind = pair_type(gate, up)
+        packed = repack_gate_up(_blocks(gate, kind), _blocks(up, kind), gate.shape, kind)
+        return self._device_matrix(packed, gate.shape[0])
+
+    def _device_matrix(self, packed: PackedMatrix, num_outputs: int) -> DeviceMatrix:
+        codebook = None
+        if packed.ggml_type is GgmlType.IQ2_XXS:
+            if self._codebook is None:
+                self._codebook = self._upload(iq2_xxs_codebook())
+            codebook = self._codebook
+        return DeviceMatrix(
+            ggml_type=packed.ggml_type,
+            data=self._upload(packed.data),
+            codebook=codebook,
+            num_outputs=num_outputs,
+            num_weight_rows=packed.num_outputs,
+            num_inputs=packed.num_inputs,
+            num_tiles=packed.num_tiles,
+            num_units=packed.num_units,
+        )
