@@ -11,7 +11,8 @@ model that may add white space for ever at some point does.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import msgspec
@@ -20,7 +21,7 @@ from ds4.errors import RequestError
 
 _WHITE_SPACE: Final = r"[ ]|\n[ \t]{0,24}"
 _DIRECTIVE: Final = re.compile(r"\A\s*%llguidance[ \t]*(\{[^\n]*\})?[ \t]*(?:\n|\Z)")
-_HEAD: Final = '%llguidance {"no_forcing": true}\n'
+_NO_IDS: Final[Mapping[str, int]] = MappingProxyType({})
 # Keywords whose members are schemas under names of the client's choice, and those that hold no schema.
 _NAMES: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _VALUES: Final = frozenset({"const", "enum", "default", "examples"})
@@ -32,10 +33,14 @@ Kind = Literal["json", "regex", "choice", "grammar"]
 
 
 class GrammarSource(msgspec.Struct, frozen=True, array_like=True):
-    """What a client gave: a JSON schema, a regex, a JSON list of strings, or GBNF or Lark, as text."""
+    """What a client gave: a JSON schema, a regex, a JSON list of strings, or GBNF or Lark, as text.
+
+    `thinking`: rules of what may stand before that, from `thinking_rules`; empty: nothing may.
+    """
 
     kind: Kind
     text: str
+    thinking: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -51,18 +56,43 @@ JSON_OBJECT: Final = GrammarSource("json", '{"type":"object"}')
 
 def grammar_of(source: GrammarSource) -> str:
     """The grammar for the worker. Raises RequestError where the source is malformed."""
-    match source.kind:
-        case "json":
-            return f"{_HEAD}start: {json_rule(json.loads(source.text))}\n"
-        case "regex":
-            from llguidance import regex_to_lark  # in the checking process only
+    if source.kind == "grammar":
+        options, text = _lark(source.text)
+        rule = f"%lark {{\n{text}\n}}"
+    else:
+        options, text, rule = {}, "", _rule(source.kind, source.text)
+    head = "%llguidance " + json.dumps({**options, "no_forcing": True})
+    if source.thinking:
+        return f"{head}\nstart: thinking answer\n{source.thinking}\nanswer: {rule}\n"
+    return f"{head}\n{text or f'start: {rule}'}\n"
 
-            # Digits, word characters and white space of ASCII, as elsewhere where regexes guide models.
-            return f"{_HEAD}start: /{regex_to_lark(source.text, 'dws')}/\n"
-        case "choice":
-            return f"{_HEAD}start: {' | '.join(map(literal, json.loads(source.text)))}\n"
-        case "grammar":
-            return _grammar(source.text)
+
+def _rule(kind: Kind, text: str) -> str:
+    if kind == "json":
+        return json_rule(json.loads(text))
+    if kind == "choice":
+        return " | ".join(map(literal, json.loads(text)))
+    from llguidance import regex_to_lark  # in the checking process only
+
+    # Digits, word characters and white space of ASCII, as elsewhere where regexes guide models.
+    return f"/{regex_to_lark(text, 'dws')}/"
+
+
+def thinking_rules(
+    opening: str, closing: str, *, is_open: bool, control_ids: Mapping[str, int] = _NO_IDS
+) -> str:
+    """Rules for reasoning before the answer: it has to end if it `is_open`, else there may be some."""
+    ends = marker(closing, control_ids)
+    body = f"thought {ends}" if closing in control_ids else "thought"
+    stop = "" if closing in control_ids else f"[suffix={ends}]"
+    rest = f"{body} /[ \\n]{{1,4}}/?"
+    begin = rest if is_open else f"({marker(opening, control_ids)} {rest})?"
+    return f"thinking: {begin}\nthought{stop}: /(.|\\n)*/"
+
+
+def marker(text: str, control_ids: Mapping[str, int] = _NO_IDS) -> str:
+    """A marker of the model's format as it stands in a rule: the one token, where it is a control token."""
+    return f"<[{control_ids[text]}]>" if text in control_ids else literal(text)
 
 
 def literal(text: str) -> str:
@@ -99,7 +129,8 @@ def _without_neutral(schema: Any) -> Any:
     return kept
 
 
-def _grammar(text: str) -> str:
+def _lark(text: str) -> tuple[dict[str, Any], str]:
+    """The options and rules of a grammar in GBNF or Lark."""
     if _GBNF_RULE.search(text):
         from llguidance import gbnf_to_lark  # in the checking process only
 
@@ -117,8 +148,7 @@ def _grammar(text: str) -> str:
             options = json.loads(found[1] or "{}")
         except ValueError:
             raise RequestError("%llguidance needs JSON on its line", code="invalid_grammar") from None
-    head = json.dumps({**options, "no_forcing": True})
-    return f"%llguidance {head}\n{text}"
+    return options, text
 
 
 def choice_source(choices: Sequence[str]) -> GrammarSource:
