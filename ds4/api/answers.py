@@ -5,7 +5,7 @@ the shapes.
 """
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -52,7 +52,7 @@ async def stream_answer(
 ) -> None:
     """An OpenAI stream: opening chunks, pieces, then usage and `[DONE]`."""
 
-    def last() -> bytes:
+    async def last() -> bytes:
         return (usage_frame() if usage_frame is not None else b"") + DONE
 
     await stream_frames(exchange, choices, writer, last, lambda told: event(told.body) + DONE)
@@ -62,7 +62,7 @@ async def stream_frames(
     exchange: Exchange,
     choices: Choices,
     writer: Callable[[Choice], ChunkWriter],
-    last: Callable[[], bytes],
+    last: Callable[[], Awaitable[bytes]],
     failed: Callable[[Failure], bytes],
     *,
     sign_of_life: bytes = COMMENT,
@@ -94,7 +94,7 @@ async def stream_frames(
             exchange.state.engine.metrics.add("ds4_request_errors_total")
             await stream.finish(failed(failure(error, exchange.request_id)))
             return
-    await stream.finish(last())
+    await stream.finish(await last())
 
 
 class Collected:

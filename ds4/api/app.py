@@ -25,6 +25,7 @@ from ds4.api.health import Health
 from ds4.api.messages import count_tokens, messages
 from ds4.api.middleware import Authenticate, Observe, api_keys
 from ds4.api.models import Models
+from ds4.api.responses import StoredResponses, responses
 from ds4.api.state import FrontState
 from ds4.api.status import Status
 from ds4.api.tokenize import apply_template, detokenize, tokenize
@@ -40,6 +41,8 @@ _POSTS: Final[tuple[tuple[str, Callable[[Exchange], Awaitable[None]]], ...]] = (
     (_OPENAI + "/completions", completions),
     ("/completions", completions),
     (_OPENAI + "/messages", messages),
+    (_OPENAI + "/responses", responses),
+    ("/responses", responses),
     (_OPENAI + "/messages/count_tokens", count_tokens),
     ("/tokenize", tokenize),
     ("/detokenize", detokenize),
@@ -85,8 +88,13 @@ def _routes(state: FrontState) -> list[BaseRoute]:
         ("/props", status.props),
         ("/version", status.version),
     ]
+    stored = StoredResponses(state)
+    one = _OPENAI + "/responses/{id}"
     return [
         *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets),
+        Route(one + "/input_items", stored.input_items, methods=["GET"]),
+        Route(one + "/cancel", stored.cancel, methods=["POST"]),
+        Route(one, stored.by_method, methods=["GET", "DELETE"]),
         *(Route(path, Endpoint(state, answer), methods=["POST"], name=path) for path, answer in _POSTS),
     ]
 

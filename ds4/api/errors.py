@@ -12,6 +12,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from ds4.api.response_store import StoreError
 from ds4.errors import (
     ContextOverflowError,
     Ds4Error,
@@ -77,6 +78,7 @@ _TABLE: Final[tuple[tuple[type[BaseException], _Rule], ...]] = (
     (DrainingError, _Rule(503, "service_unavailable_error", "shutting_down", "draining")),
     (RingUnavailableError, _Rule(503, "service_unavailable_error", "no_worker", "unavailable")),
     (RingError, _Rule(503, "service_unavailable_error", "no_worker", "unavailable")),
+    (StoreError, _Rule(503, "service_unavailable_error", "store_unavailable", "unavailable")),
 )
 _WORKER: Final = {
     ErrorCode.INVALID_REQUEST: _Rule(400, "invalid_request_error", "invalid_value"),

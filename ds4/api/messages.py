@@ -16,7 +16,7 @@ from ds4.api.errors import Failure
 from ds4.api.exchange import Exchange
 from ds4.api.sse import MARK, FrameTemplate, named_event
 from ds4.api.state import ServedModel
-from ds4.api.turns import output_events, turn_job
+from ds4.api.turns import turn_job
 from ds4.protocol.anthropic_messages import (
     AnswerBlock,
     BlockDelta,
@@ -70,13 +70,13 @@ async def messages(exchange: Exchange) -> None:
                 exchange,
                 choices,
                 lambda choice: _MessageEvents(answer),
-                lambda: named_event(MessageStop()),
+                _last,
                 lambda told: _failed(told, exchange.request_id),
                 sign_of_life=_PING,
             )
         else:
             (whole,) = await collect_answer(choices)
-            blocks = _blocks((event for piece in whole.pieces for event in output_events(piece)), answer.id)
+            blocks = _blocks((event for piece in whole.pieces for event in piece.output), answer.id)
             await exchange.reply(answer.message(blocks, answer.ending(whole.choice, whole.finish)))
 
 
@@ -95,6 +95,10 @@ def _prepare(model: ServedModel, body: bytes) -> tuple[MessagesRequest, Job]:
 def _count(model: ServedModel, body: bytes) -> TokenCount:
     job = turn_job(model, chat_fields(decode_count(body)), _PARAM)
     return TokenCount(len(job.prompts[0]))
+
+
+async def _last() -> bytes:
+    return named_event(MessageStop())
 
 
 def _failed(told: Failure, request_id: str) -> bytes:
@@ -151,7 +155,7 @@ class _MessageEvents:
 
     def piece(self, piece: Piece) -> bytes:
         """Blocks and what they are made of."""
-        return b"".join(self._frames(event) for event in output_events(piece))
+        return b"".join(self._frames(event) for event in piece.output)
 
     def ending(self, choice: Choice, finish: str) -> bytes:
         """The last block's end, the reason, the counts."""

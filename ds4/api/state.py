@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from ds4 import __version__
+from ds4.api.response_store import ResponseStore
 from ds4.api.sse import KeepAlive
 from ds4.config import Settings
 from ds4.engine_client import EngineClient
@@ -67,6 +68,7 @@ class FrontState:
         self.model = model
         self.engine = engine
         self.keep_alive = KeepAlive()
+        self.store = ResponseStore(settings, shared_directory(settings))
         self.grammars = GrammarCompiler(model.file.path)
         # Two: a huge prompt shall not hold up a large one. More would only wait for the interpreter lock.
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="ds4-text")
@@ -90,6 +92,7 @@ class FrontState:
     async def close(self) -> None:
         """Give everything back."""
         self.keep_alive.close()
+        await self.store.close()
         await self.grammars.close()
         await self.engine.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

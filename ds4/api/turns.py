@@ -1,20 +1,19 @@
-"""A turn of a conversation in any dialect: a chat request on the way in, output events on the way out.
+"""A turn of a conversation in a dialect that is not chat: the chat request it is the same as.
 
-Owns: how dialects that are not chat reach what chat has. Runs in: front ends. They neither render
-templates nor read tags themselves.
+Owns: how other dialects reach what chat has. Runs in: front ends. They neither render templates nor read
+tags themselves.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from ds4.api.chat import chat_job
-from ds4.api.choices import Job, Piece
+from ds4.api.choices import Job
 from ds4.api.state import ServedModel
 from ds4.errors import RequestError
 from ds4.protocol.openai_chat import ChatRequest
-from ds4.text.tool_calls import OutputEvent, TextDelta
 
 
 def turn_job(model: ServedModel, fields: Mapping[str, Any], param: str) -> Job:
@@ -24,8 +23,3 @@ def turn_job(model: ServedModel, fields: Mapping[str, Any], param: str) -> Job:
     except msgspec.ValidationError as error:
         raise RequestError(str(error), param=param, code="invalid_type") from None
     return chat_job(model, request, param)
-
-
-def output_events(piece: Piece) -> Iterable[OutputEvent]:
-    """What a piece adds to the output."""
-    return (TextDelta(piece.text),) if piece.text else ()

@@ -42,17 +42,17 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class TextFormat(msgspec.Struct, frozen=True, kw_only=True):
+class TextFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The form of the answer."""
 
-    type: Literal["text", "json_object", "json_schema"] = "text"
+    type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
+class TextConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`text`."""
 
     format: TextFormat | None = None

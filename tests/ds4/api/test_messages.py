@@ -208,3 +208,37 @@ def test_a_failure_in_a_stream_is_an_error_event(tmp_path: Path) -> None:
         assert not any(event["type"] == "message_stop" for event in events)
 
     with_front(tmp_path, scenario)
+
+
+_CALL = '{"name": "look", "arguments": {"at": "é"}}'
+_TOOL = {"name": "look", "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}}}
+
+
+def test_a_call_is_a_block_and_its_result_goes_back(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        front.start_worker(_CALL)
+        await front.ready()
+        whole = (await _post(front, tools=[_TOOL])).json()
+        (block,) = whole["content"]
+        assert block["id"].startswith("toolu_")
+        assert (block["type"], block["name"], block["input"]) == ("tool_use", "look", {"at": "é"})
+        assert whole["stop_reason"] == "tool_use"
+        events = await _events(front, tools=[_TOOL])
+        start = events[1]["content_block"]
+        assert (start["type"], start["name"], start["input"]) == ("tool_use", "look", {})
+        deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+        assert {delta["type"] for delta in deltas} == {"input_json_delta"}
+        assert msgspec.json.decode("".join(delta["partial_json"] for delta in deltas)) == {"at": "é"}
+        assert events[-2]["delta"]["stop_reason"] == "tool_use"
+        result = {"type": "tool_result", "tool_use_id": block["id"], "content": "a cat"}
+        history = [
+            *_BODY["messages"],  # type: ignore[misc]
+            {"role": "assistant", "content": [block]},
+            {"role": "user", "content": [result]},
+        ]
+        assert (await _post(front, tools=[_TOOL], messages=history)).status_code == 200
+        assert front.worker is not None
+        prompt = front.worker.requests[-1].prompt
+        assert "a cat" in front.state.model.tokenizer.decode(prompt, special=True)
+
+    with_front(tmp_path, scenario, script=None)

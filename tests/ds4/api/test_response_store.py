@@ -1,7 +1,6 @@
 """ds4/api/response_store.py: what is kept, for how long, and who sees it."""
 
 import asyncio
-import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,11 +14,15 @@ from tests.support.front_rig import run
 _MIB = 1024 * 1024
 
 
+def _settings(response_store_mib: int = 1, response_store_hours: int = 720) -> Settings:
+    return Settings(response_store_mib=response_store_mib, response_store_hours=response_store_hours)
+
+
 def _with_store(
     tmp_path: Path, scenario: Callable[[ResponseStore], Awaitable[None]], **settings: int
 ) -> None:
     async def whole() -> None:
-        store = ResponseStore(Settings(**{"response_store_mib": 1, **settings}), tmp_path)
+        store = ResponseStore(_settings(**settings), tmp_path)
         try:
             await scenario(store)
         finally:
@@ -186,7 +189,10 @@ def test_a_writer_killed_in_its_transaction_leaves_the_store_as_it_was(tmp_path:
     async def scenario(store: ResponseStore) -> None:
         await store.put("a", _stored(b"1"))
         await store.close()
-        subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path / FILE_NAME)], check=False)
+        killed = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", _KILLED, str(tmp_path / FILE_NAME)
+        )
+        await killed.wait()
         assert (tmp_path / f"{FILE_NAME}-journal").exists()
         assert await store.get("a") == _stored(b"1")
         await store.put("b", _stored())
