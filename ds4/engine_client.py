@@ -7,6 +7,7 @@ with the same tokens.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 from array import array
@@ -177,7 +178,6 @@ class EngineClient:
                     except (RingFullError, RingUnavailableError):
                         await asyncio.sleep(_RETRY_S)
                         continue
-                    self.metrics.add("ds4_resumed_streams_total")
                     return stream
         except TimeoutError:
             message = "the worker was lost and none came back in time"
@@ -189,6 +189,11 @@ class EngineClient:
     def resume_attempts(self) -> int:
         """How often one generation may be resumed."""
         return self._settings.resume_attempts
+
+    def reopened(self, generation: "Generation") -> None:
+        """A generation that had come to its end goes on. For `Generation`."""
+        self._running.add(generation)
+        self._idle.clear()
 
     def ended(self, generation: "Generation", duration_s: float | None = None) -> None:
         """A generation came to its end, after `duration_s` where it ran to it. For `Generation`."""
@@ -290,7 +295,12 @@ class Generation:
         _log.info(
             "a request lost its worker %d tokens in and is resumed: %s", count, why, extra=self._log_fields
         )
-        request = msgspec.structs.replace(self.request, num_resumed_tokens=count)
+        if await self._resubmit():
+            self._client.metrics.add("ds4_resumed_streams_total")
+
+    async def _resubmit(self) -> bool:
+        """Submit prompt and tokens so far. False where `cancel` or `abort` came first."""
+        request = msgspec.structs.replace(self.request, num_resumed_tokens=len(self._tokens))
         prompt = np.concatenate((self._prompt, np.array(self._tokens, np.uint32)))
         self._resuming = asyncio.ensure_future(self._client.resubmit(request, prompt))
         try:
@@ -302,6 +312,37 @@ class Generation:
             self._resuming = None
         if self._cancelled or self._error is not None:
             self._stream.cancel()
+            return False
+        return True
+
+    async def continue_with(self, num_kept: int, ids: Sequence[int]) -> GenerationEnd | None:
+        """Take back all but the first `num_kept` tokens, put `ids` after them, and generate on from there.
+
+        The ids count as output and are not read again. Returns the ending where somebody cancelled
+        meanwhile. Raises as `read` does.
+        """
+        try:
+            if self._ended:
+                self._ended = False
+                self._client.reopened(self)
+            else:
+                self._stream.cancel()
+                with contextlib.suppress(RingUnavailableError):  # lost: nothing holds it any more
+                    while (await self._stream.read())[1] is None:
+                        pass
+            del self._tokens[num_kept:]
+            self._tokens.extend(ids)
+            if not self._cancelled and self._error is None:
+                await self._resubmit()
+                if not self._cancelled and self._error is None:
+                    return None
+            self._finish()
+            if self._error is not None:
+                raise self._error
+            return GenerationEnd(FinishReason.CANCELLED)
+        except BaseException:
+            self._finish()
+            raise
 
     def cancel(self) -> None:
         """Stop generating; the slot is free as soon as the worker noticed. Idempotent."""

@@ -25,7 +25,6 @@ from ds4.api.exchange import Exchange
 from ds4.api.rendering import render
 from ds4.api.sse import MARK, FrameTemplate, event
 from ds4.api.state import ServedModel
-from ds4.errors import RequestError
 from ds4.protocol.common import Plan
 from ds4.protocol.openai_chat import (
     AnswerMessage,
@@ -84,10 +83,6 @@ def chat_job(model: ServedModel, request: ChatRequest, param: str) -> Job:
     """
     plan = plan_chat(request, model.defaults, model.vocabulary)
     asked = conversation(request)
-    if asked.max_reasoning_tokens:
-        raise RequestError(
-            "a budget for reasoning is not supported", param="reasoning_budget", code="unsupported_parameter"
-        )
     rendered = render(model, asked)
     model.refuse_absurd(rendered, param)
     # The tail, because a job shall not keep all of the text.
@@ -97,7 +92,10 @@ def chat_job(model: ServedModel, request: ChatRequest, param: str) -> Job:
         tools=asked.tools,
         is_parallel=asked.is_parallel,
     )
-    parsing = Parsing(parser, model.shown_ids) if parser() is not None else None
+    parsing = None
+    if parser() is not None:
+        closing = model.tokenizer.encode(model.output.closing, add_special=False, parse_special=True)
+        parsing = Parsing(parser, model.shown_ids, asked.max_reasoning_tokens, tuple(closing))
     return make_job([model.tokenizer.encode_rendered(rendered)], plan, param, parsing)
 
 

@@ -67,6 +67,8 @@ class Parsing(msgspec.Struct, frozen=True):
 
     parser: Callable[[], OutputParser | None]
     shown_ids: frozenset[int]
+    max_reasoning_tokens: int | None = None  # then `closing_ids` end the reasoning
+    closing_ids: tuple[int, ...] = ()
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -112,6 +114,8 @@ class Choice:
         self._tokenizer = tokenizer
         self.num_reasoning: int | None = None if job.parsing is None else 0
         self._parser = job.parsing.parser() if job.parsing is not None else None
+        self._max_reasoning = job.parsing.max_reasoning_tokens if job.parsing is not None else None
+        self._closing_ids = job.parsing.closing_ids if job.parsing is not None else ()
         shown = job.parsing.shown_ids if job.parsing is not None else frozenset()
         self._detokenizer = Detokenizer(tokenizer, shown=shown)
         self._matcher = job.matcher.fresh() if job.matcher is not None else None
@@ -130,6 +134,8 @@ class Choice:
             if events:
                 self._count(len(events))
             piece = self._take(events, end)
+            if self._must_close and not piece.finish:
+                piece, end = await self._close_reasoning(piece)
             if piece.finish and end is None:
                 end = await self._drain()
             if end is not None:
@@ -137,6 +143,33 @@ class Choice:
                 self.num_cached_tokens = min(end.num_cached_tokens, self._generation.num_prompt_tokens)
             if piece.text or piece.finish or piece.tokens or piece.events:
                 return piece
+
+    @property
+    def _must_close(self) -> bool:
+        """Whether the reasoning has used its tokens up, and there is room to say so and for an answer."""
+        return (
+            self._max_reasoning is not None
+            and self.num_reasoning is not None
+            and self.num_reasoning >= self._max_reasoning
+            and self._parser is not None
+            and self._parser.is_reasoning
+            and self._generation is not None
+            and self.num_generated + len(self._closing_ids) < self._generation.request.max_tokens
+        )
+
+    async def _close_reasoning(self, piece: Piece) -> tuple[Piece, GenerationEnd | None]:
+        """Go on as if the model had ended its reasoning itself right here."""
+        assert self._generation is not None
+        end = await self._generation.continue_with(self.num_generated, self._closing_ids)
+        self._max_reasoning = None
+        closing = self._take([TokenEvent(token_id) for token_id in self._closing_ids], end)
+        joined = Piece(
+            piece.text + closing.text,
+            piece.tokens + closing.tokens,
+            closing.finish,
+            piece.events + closing.events,
+        )
+        return joined, end
 
     def cancel(self) -> None:
         """Stop generating."""
@@ -194,6 +227,9 @@ class Choice:
                 if parser.is_done and not finish:
                     finish = "stop"
             if finish:
+                break
+            if self._max_reasoning is not None and self._must_close:
+                end = None  # the rest is taken back
                 break
         if end is not None and not finish:
             finish = _FINISH.get(end.reason, "stop")

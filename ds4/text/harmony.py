@@ -18,6 +18,8 @@ from ds4.text.tool_calls import EventSink
 MARKERS: Final = (
     *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
 )
+# What ends the reasoning and begins the answer.
+CLOSING: Final = "<|end|><|start|>assistant<|channel|>final<|message|>"
 _HEADER_BEGINS: Final = Markers(("<|start|>", "<|channel|>"))
 _HEADER_ENDS: Final = Markers(("<|message|>", "<|end|>", "<|call|>", "<|return|>"))
 _BODY_ENDS: Final = Markers(("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"))

@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from ds4.text.arriving import SPACE, ArrivingText, Markers, Waiting
+from ds4.text.harmony import CLOSING as HARMONY_CLOSING
 from ds4.text.harmony import MARKERS as HARMONY_MARKERS
 from ds4.text.harmony import HarmonyReader
 from ds4.text.reasoning import ReasoningReader, ThinkTags
@@ -46,6 +47,13 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
         sink.is_reasoning = self.think is not None and self.think.is_open(rendered)
         reasoning = ReasoningReader(self.think) if self.think is not None else None
         return OutputParser(source, sink, _read(source, sink, reasoning, self.tools if tools else None))
+
+    @property
+    def closing(self) -> str:
+        """What ends reasoning that is open; empty for models that do not reason."""
+        if self.harmony is not None:
+            return HARMONY_CLOSING
+        return self.think.closing() if self.think is not None else ""
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -23,11 +23,13 @@ class _Rig:
         self.directory = directory
         self.client = client
         self.workers: list[ScriptedWorker] = []
+        self.said_next: list[int] = []  # by whoever gets a resumed request, if anything
 
     async def worker(self, tokenizer_hash: str = _HASH, most_tokens: int = 1 << 40) -> ScriptedWorker:
-        worker = ScriptedWorker(
-            self.directory, tokenizer_hash, lambda request, prompt: _SAID, most_tokens=most_tokens
-        ).start()
+        def script(request: GenerationRequest, prompt: list[int]) -> list[int]:
+            return self.said_next if request.num_resumed_tokens and self.said_next else _SAID
+
+        worker = ScriptedWorker(self.directory, tokenizer_hash, script, most_tokens=most_tokens).start()
         self.workers.append(worker)
         await until(lambda: self.client.ready or tokenizer_hash != _HASH)
         return worker
@@ -243,5 +245,87 @@ def test_the_model_info_is_the_workers(tmp_path: Path) -> None:
         await rig.worker()
         seen.append(rig.client.model_info)
         assert [info and info.max_context_tokens for info in seen] == [None, 512]
+
+    _run(tmp_path, scenario)
+
+
+def test_output_can_be_taken_back_and_gone_on_with(tmp_path: Path) -> None:
+    async def scenario(rig: _Rig) -> None:
+        for most_tokens in (6, 1 << 40):  # still running, or already ended
+            rig.said_next = [10, 11, 12, 90, 91, 30, 31]
+            worker = await rig.worker(most_tokens=most_tokens)
+            generation = rig.generate(max_tokens=50)
+            read: list[int] = []
+            end = None
+            while len(read) < 6 or (most_tokens > 6 and end is None):
+                tokens, end = await generation.read()
+                read += [token.token_id for token in tokens]
+            worker.release()
+            assert await generation.continue_with(3, [90, 91]) is None
+            rest, end = await _read_all(generation)
+            assert rest == [30, 31]
+            assert end.reason == FinishReason.STOP
+            assert generation.num_generated == 7
+            again = worker.requests[-1].request
+            assert (again.num_resumed_tokens, again.max_tokens) == (5, 50)
+            await until(lambda: worker.num_open == 0)  # noqa: B023 - awaited here
+            assert rig.client.num_running == 0
+            assert rig.client.metrics.value("ds4_resumed_streams_total") == 0
+            worker.stop()
+            await until(lambda: not rig.client.ready)
+
+    _run(tmp_path, scenario)
+
+
+def test_taking_back_survives_the_loss_of_the_worker(tmp_path: Path) -> None:
+    async def scenario(rig: _Rig) -> None:
+        rig.said_next = [10, 11, 90, 30]
+        first = await rig.worker(most_tokens=4)
+        generation = rig.generate()
+        await generation.read()
+        first.freeze()
+        going_on = asyncio.ensure_future(generation.continue_with(2, [90]))
+        await asyncio.sleep(0)
+        first.stop()
+        await rig.worker()
+        assert await going_on is None
+        assert (await _read_all(generation))[0] == [30]
+
+    _run(tmp_path, scenario)
+
+
+def test_a_cancel_while_output_is_taken_back_is_the_end(tmp_path: Path) -> None:
+    async def scenario(rig: _Rig) -> None:
+        rig.said_next = [10, 11, 90, 30]
+        worker = await rig.worker(most_tokens=4)
+        generation = rig.generate()
+        await generation.read()
+        worker.freeze()
+        going_on = asyncio.ensure_future(generation.continue_with(2, [90]))
+        await asyncio.sleep(0)
+        generation.cancel()
+        worker.thaw()
+        end = await going_on
+        assert end is not None
+        assert end.reason == FinishReason.CANCELLED
+        await until(lambda: worker.num_open == 0)
+        assert len(worker.requests) == 1
+
+    _run(tmp_path, scenario)
+
+
+def test_an_abort_while_output_is_taken_back_is_raised(tmp_path: Path) -> None:
+    async def scenario(rig: _Rig) -> None:
+        worker = await rig.worker(most_tokens=4)
+        generation = rig.generate()
+        await generation.read()
+        worker.freeze()
+        going_on = asyncio.ensure_future(generation.continue_with(2, [90]))
+        await asyncio.sleep(0)
+        generation.abort(WorkerError("time is up", code=ErrorCode.SHUTTING_DOWN))
+        with pytest.raises(WorkerError, match="time is up"):
+            await going_on
+        worker.thaw()
+        assert rig.client.num_running == 0
 
     _run(tmp_path, scenario)

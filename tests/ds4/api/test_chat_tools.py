@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ds4.generation import GenerationRequest
 from tests.support.front_rig import Front, parse_events, until, with_front
 
 TEMPLATE = (
@@ -327,3 +328,84 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path, fields: dict[str, Any], 
         assert answer.json()["error"]["param"] == param
 
     with_front(tmp_path, scenario, None)
+
+
+THOUGHT = "one two three four five six seven eight nine ten"
+CLOSING = "\n</think>\n\n"
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 3, 1000])
+@pytest.mark.parametrize("template", [THINKING, TEMPLATE])
+def test_reasoning_ends_when_its_budget_is_used_up(
+    tmp_path: Path, template: str, tokens_per_step: int
+) -> None:
+    opening = "" if template is THINKING else "<think>"
+
+    async def scenario(front: Front) -> None:
+        whole = front.encode(opening + THOUGHT * 4, markers=True)
+        num_opening = 1 if opening else 0
+        kept = whole[: num_opening + 12] + front.encode(CLOSING, markers=True)
+        answer = kept + front.encode("So.")
+
+        def script(request: GenerationRequest, prompt: list[int]) -> list[int]:
+            return answer if request.num_resumed_tokens else whole
+
+        worker = front.start_worker(script)
+        worker.tokens_per_step = tokens_per_step
+        await front.ready()
+        for fields in ({"reasoning_budget": 12}, {"thinking": {"type": "enabled", "budget_tokens": 12}}):
+            reply = (await front.chat(**fields)).json()
+            message = reply["choices"][0]["message"]
+            tokenizer = front.state.model.tokenizer
+            assert message["reasoning_content"] == tokenizer.decode(whole[num_opening:][:12], special=False)
+            assert message["content"] == "So."
+            assert reply["usage"]["completion_tokens"] == len(answer)
+            second = worker.requests[-1].request
+            assert second.num_resumed_tokens == len(kept)
+            assert second.max_tokens == worker.requests[-2].request.max_tokens
+            chunks = await front.events(**fields)
+            assert without_ids(joined(chunks)) == without_ids(message)
+        await until(lambda: worker.num_open == 0)
+        assert front.state.engine.metrics.value("ds4_resumed_streams_total") == 0
+
+    with_front(tmp_path, scenario, None, model=hermes(template))
+
+
+def test_a_budget_changes_nothing_for_shorter_reasoning(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        assert front.worker is not None
+        for fields in ({}, {"reasoning_budget": 400}, {"reasoning_budget": 4, "max_tokens": 6}):
+            reply = (await front.chat(**fields)).json()
+            assert reply["choices"][0]["message"]["reasoning_content"]
+            assert front.worker.requests[-1].request.num_resumed_tokens == 0
+
+    with_front(tmp_path, scenario, "why not" + CLOSING + "So.", model=hermes(THINKING))
+
+
+def test_a_budget_of_nothing_means_no_reasoning(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        await front.chat(reasoning_budget=0)
+        assert prompt_of(front).endswith("<think>\n\n</think>\n\n")
+
+    with_front(tmp_path, scenario, "So.", model=hermes(THINKING))
+
+
+def test_a_client_that_leaves_while_reasoning_is_closed_frees_its_slot(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        thought = front.encode(THOUGHT)
+        answer = [*thought[:5], *front.encode(CLOSING, markers=True), *thought]
+
+        def script(request: GenerationRequest, prompt: list[int]) -> list[int]:
+            return answer if request.num_resumed_tokens else thought
+
+        worker = front.start_worker(script)
+        worker.hold_after(12)
+        await front.ready()
+        body = {"messages": [{"role": "user", "content": "x"}], "stream": True, "reasoning_budget": 5}
+        async with front.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            async for chunk in response.aiter_bytes():
+                if b"reasoning_content" in chunk:
+                    break
+        await until(lambda: worker.num_open == 0 and front.state.engine.num_running == 0)
+
+    with_front(tmp_path, scenario, None, model=hermes(THINKING))
