@@ -31,6 +31,7 @@ from ds4.ring.worker_end import WorkerRing
 from tests.support.fake_device import FakeDevice
 from workers.devices.interface import PAGE_TOKENS, Device, Limits
 from workers.engine import build_engine
+from workers.sampling.grammar import Grammars
 
 VOCAB_SIZE = 1000
 MAX_TURNS = 20_000
@@ -74,6 +75,7 @@ class EngineRig:
         settings: Settings | None = None,
         make_device: Callable[[Limits], Device] | None = None,
         vocab_size: int = VOCAB_SIZE,
+        grammars: Grammars | None = None,
     ) -> None:
         self.settings = settings or Settings(
             batched_sessions=seats, max_batch_tokens=rows, decode_coalesce_us=0, drain_timeout_s=30
@@ -101,7 +103,13 @@ class EngineRig:
         )
         self.metrics = Metrics.open(directory, owner=WORKER)
         self.engine = build_engine(
-            self.settings, ring=self.ring, metrics=self.metrics, device=device, limits=limits, info=info
+            self.settings,
+            ring=self.ring,
+            metrics=self.metrics,
+            device=device,
+            limits=limits,
+            info=info,
+            grammars=grammars,
         )
         self.scheduler = self.engine._scheduler
         self.front_ends = [FrontEndRing(directory, window=window) for _ in range(front_ends)]
@@ -151,6 +159,8 @@ class EngineRig:
             if reached():
                 return
             await self.turn()
+            if self.engine._compiling:
+                await asyncio.sleep(0.001)  # that happens on another thread
         raise AssertionError("the engine does not get there")
 
     async def finish(self, *clients: Client) -> None:
