@@ -61,35 +61,41 @@ extern "C" __global__ void __launch_bounds__(512) adjust(float* adjusted, const 
   const float* from = logits + (size_t)row * vocab_size;
   float* to = adjusted + (size_t)row * vocab_size;
   const bool penalties = needs & ADJUSTS && penalised(s);
-  for (int i = threadIdx.x; i < vocab_size; i += THREADS) {
-    float v = from[i];
-    if (penalties && finite(v)) {
-      const int cell = counts[(size_t)seat * vocab_size + i];
-      if (cell) {
-        const float count = (float)(cell & 0x7FFFFFFF);
-        v = v > 0 ? __fdiv_rn(v, s.repetition) : __fmul_rn(v, s.repetition);
-        v = __fadd_rn(v, -__fadd_rn(count > 0 ? s.presence : 0.0f, __fmul_rn(s.frequency, count)));
-        v = clamp_logit(v);
+  for (bool suppresses = position < s.suppress_below;; suppresses = false) {
+    for (int i = threadIdx.x; i < vocab_size; i += THREADS) {
+      float v = from[i];
+      if (penalties && finite(v)) {
+        const int cell = counts[(size_t)seat * vocab_size + i];
+        if (cell) {
+          const float count = (float)(cell & 0x7FFFFFFF);
+          v = v > 0 ? __fdiv_rn(v, s.repetition) : __fmul_rn(v, s.repetition);
+          v = __fadd_rn(v, -__fadd_rn(count > 0 ? s.presence : 0.0f, __fmul_rn(s.frequency, count)));
+          v = clamp_logit(v);
+        }
       }
-    }
-    to[i] = v;
-  }
-  __syncthreads();
-  if (needs & ADJUSTS) {
-    const size_t first = (size_t)seat * capacity;
-    for (int i = threadIdx.x; i < s.num_biases; i += THREADS) {
-      float& v = to[adjust_ids[first + i]];
-      if (finite(v)) v = clamp_logit(__fadd_rn(v, adjust_values[first + i]));
+      to[i] = v;
     }
     __syncthreads();
-    if (position < s.suppress_below)
-      for (int i = threadIdx.x; i < s.num_suppressed; i += THREADS) to[adjust_ids[first + s.num_biases + i]] = MINUS_INFINITY;
-  }
-  if (needs & MASKED) {
+    if (needs & ADJUSTS) {
+      const size_t first = (size_t)seat * capacity;
+      for (int i = threadIdx.x; i < s.num_biases; i += THREADS) {
+        float& v = to[adjust_ids[first + i]];
+        if (finite(v)) v = clamp_logit(__fadd_rn(v, adjust_values[first + i]));
+      }
+      __syncthreads();
+      if (suppresses)
+        for (int i = threadIdx.x; i < s.num_suppressed; i += THREADS) to[adjust_ids[first + s.num_biases + i]] = MINUS_INFINITY;
+    }
+    if (!(needs & MASKED)) return;
     __syncthreads();
     const u32* mask = masks + (size_t)seat * ((vocab_size + 31) / 32);
-    for (int i = threadIdx.x; i < vocab_size; i += THREADS)
+    bool any = false;
+    for (int i = threadIdx.x; i < vocab_size; i += THREADS) {
       if (!(mask[i >> 5] >> (i & 31) & 1)) to[i] = MINUS_INFINITY;
+      any |= to[i] != MINUS_INFINITY;
+    }
+    // Where the mask leaves suppressed ids only, suppression gives way.
+    if (__syncthreads_or(any) || !suppresses) return;
   }
 }
 
@@ -126,12 +132,12 @@ template <class Measure>
 __device__ __forceinline__ u64 find(const float* x, int vocab_size, u64 cutoff, u64 target, u64& reached, Scratch& s,
                                     Measure measure) {
   constexpr int PER_THREAD = BINS / THREADS;
-  const int shifts[LEVELS] = {53, 42, 32, 10, 0};  // ids have 20 bits
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   u64 prefix = 0, mask = 0, before = 0;
 #pragma unroll 1
   for (int level = 0; level < LEVELS; ++level) {
-    const int shift = shifts[level], bits = level == 0 || level == 1 ? 11 : 10;
+    // 11, 11 and 10 bits of the value, then twice 10 of the id.
+    const int bits = level < 2 ? 11 : 10, shift = level < 2 ? 53 - 11 * level : level == 2 ? 32 : level == 3 ? 10 : 0;
     for (int b = threadIdx.x; b < BINS; b += THREADS) s.sums[b] = s.counts[b] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < vocab_size; i += THREADS) {
@@ -207,7 +213,7 @@ __device__ __forceinline__ u64 weight(float v, float best, float temperature) {
 // Grid: (samples). Shared memory: static, 25 KiB. Arguments as `adjust` has them; results: Result [samples];
 // last_tokens: int [seats]. A row whose seat needs nothing is the arg-max of its logits, lowest id first.
 // Assumes: vocab_size <= 2^18 (sums then fit), each seat at most once. Rows of `adjusted` hold what `adjust` made.
-extern "C" __global__ void __launch_bounds__(512) sample(void* results, int* last_tokens, int* counts, const float* logits, const float* adjusted, const void* seats, const int* positions, const int* sample_rows, const int* sample_seats, int vocab_size) {
+extern "C" __global__ void __launch_bounds__(512, 1) sample(void* results, int* last_tokens, int* counts, const float* logits, const float* adjusted, const void* seats, const int* positions, const int* sample_rows, const int* sample_seats, int vocab_size) {
   __shared__ Scratch scratch;
   const int row = blockIdx.x, seat = sample_seats[row], position = positions[sample_rows[row]] + 1;
   const Seat& s = ((const Seat*)seats)[seat];
