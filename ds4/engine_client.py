@@ -277,6 +277,7 @@ class Generation:
                 self._finish()
                 return tokens, end
         except BaseException:
+            self._stream.cancel()  # nobody reads on, so nobody would give it credit to end by itself
             self._finish()
             raise
 
@@ -302,14 +303,16 @@ class Generation:
         """Submit prompt and tokens so far. False where `cancel` or `abort` came first."""
         request = msgspec.structs.replace(self.request, num_resumed_tokens=len(self._tokens))
         prompt = np.concatenate((self._prompt, np.array(self._tokens, np.uint32)))
-        self._resuming = asyncio.ensure_future(self._client.resubmit(request, prompt))
+        resuming = self._resuming = asyncio.ensure_future(self._client.resubmit(request, prompt))
         try:
-            await asyncio.wait((self._resuming,))
-            if not self._resuming.cancelled():  # else `cancel` or `abort` came first
-                self._stream = self._resuming.result()
+            await asyncio.wait((resuming,))
         finally:
-            self._resuming.cancel()
             self._resuming = None
+            # Also where the reader was cancelled at this very moment: what is on the ring must be known.
+            if not resuming.cancel() and not resuming.cancelled() and resuming.exception() is None:
+                self._stream = resuming.result()
+        if not resuming.cancelled() and (failure := resuming.exception()) is not None:
+            raise failure
         if self._cancelled or self._error is not None:
             self._stream.cancel()
             return False
@@ -341,6 +344,7 @@ class Generation:
                 raise self._error
             return GenerationEnd(FinishReason.CANCELLED)
         except BaseException:
+            self._stream.cancel()  # nobody reads on, so nobody would give it credit to end by itself
             self._finish()
             raise
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from ds4.config import Settings
 from ds4.engine_client import EngineClient, Generation
 from ds4.errors import ErrorCode, RingFullError, RingUnavailableError, WorkerError
 from ds4.generation import FinishReason, GenerationEnd, GenerationRequest
+from ds4.ring.stream import RingStream
 from tests.support.front_rig import run, until
 from tests.support.scripted_worker import ScriptedWorker, failing
 
@@ -105,6 +107,49 @@ def test_nobody_has_to_read_on_after_a_cancel(tmp_path: Path) -> None:
         worker.hold_after(0)
         rig.generate().cancel()
         await rig.client.wait_idle()
+        await until(lambda: rig.client.ring.num_free_slots == 8)
+
+    _run(tmp_path, scenario)
+
+
+def test_a_reader_that_is_cancelled_gives_its_slot_back(tmp_path: Path) -> None:
+    async def scenario(rig: _Rig) -> None:
+        worker = await rig.worker()
+        worker.hold_after(2)
+        generation = rig.generate()
+        await until(lambda: bool(worker.requests) and worker.requests[0].num_sent == 2)
+        reading = asyncio.ensure_future(_read_all(generation))
+        await until(lambda: generation.num_generated == 2)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        assert rig.client.num_running == 0
+        await until(lambda: rig.client.ring.num_free_slots == 8)
+
+    _run(tmp_path, scenario)
+
+
+def test_a_reader_that_is_cancelled_as_it_is_resumed_gives_its_slot_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(rig: _Rig) -> None:
+        first = await rig.worker()
+        first.hold_after(2)
+        generation = rig.generate()
+        await until(lambda: bool(first.requests) and first.requests[0].num_sent == 2)
+        reading = asyncio.ensure_future(_read_all(generation))
+        submit = rig.client.submit
+
+        def submit_and_cancel(*arguments: Any) -> RingStream:
+            stream = submit(*arguments)
+            reading.cancel()
+            return stream
+
+        monkeypatch.setattr(rig.client, "submit", submit_and_cancel)
+        first.stop()
+        second = await rig.worker(most_tokens=0)
+        await asyncio.gather(reading, return_exceptions=True)
+        assert reading.cancelled()
+        await until(lambda: second.num_cancelled == 1)
         await until(lambda: rig.client.ring.num_free_slots == 8)
 
     _run(tmp_path, scenario)
