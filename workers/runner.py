@@ -89,6 +89,8 @@ class Runner:
 
     def _seat(self, sequence: Sequence) -> None:
         request = sequence.request
+        # Past the end of the sequence it makes no difference, and any number may have been asked for.
+        suppress_below = min(sequence.num_origin + request.min_tokens, sequence.max_total)
         self._device.seat(
             sequence.seat,
             SeatParams(
@@ -96,7 +98,7 @@ class Runner:
                 history=np.array(sequence.tokens, np.uint32),
                 num_prompt_tokens=sequence.num_origin,
                 suppressed_ids=request.stop_token_ids if request.min_tokens else (),
-                suppress_below=sequence.num_origin + request.min_tokens if request.min_tokens else 0,
+                suppress_below=suppress_below if request.min_tokens else 0,
                 # A sequence knows less of it, because scheduling knows no arrays.
                 constraint=cast(Constraint | None, sequence.constraint),
             ),

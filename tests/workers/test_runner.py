@@ -149,6 +149,13 @@ def test_the_seat_learns_the_history_and_where_output_begins() -> None:
     assert params.sampling is sequence.request.sampling
 
 
+def test_more_min_tokens_than_an_array_can_hold_last_to_the_end_of_the_sequence() -> None:
+    device = Recorder()
+    sequence = seated(0, [1, 2], [0], max_tokens=9, min_tokens=2**63, stop_token_ids=(9,))
+    Runner(device, LIMITS).submit(batch(span(sequence, 2), seated=(sequence,)))
+    assert device.seats[0].suppress_below == 2 + 9
+
+
 def test_without_min_tokens_nothing_is_suppressed() -> None:
     device = Recorder()
     sequence = seated(0, [1], [0], stop_token_ids=(9,))
