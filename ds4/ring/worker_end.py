@@ -258,14 +258,16 @@ class WorkerRing:
         self._fence()  # copied out before the cells are given back
         self._command_heads[index] = tail
         self._segment.worker_blocks[index, layout.WORKER_COMMAND_HEAD] = tail
+        if refused:
+            self.finish(refused)
+            if not self._live[index]:  # its event ring turned out to be broken: nothing it sent counts
+                return
         if taken:
             slots = np.array([one.slot for one in taken], np.int64)
             lengths = np.array([len(one.prompt) for one in taken], np.int64)
             self.set_status(slots, lengths, 0, 0, SlotState.WAITING)
             submissions.extend(taken)
         cancelled.extend(ended)
-        if refused:
-            self.finish(refused)
 
     def admit(self, slots: Sequence[int]) -> None:
         """These requests left the waiting state: the pending count falls. Repeating it is harmless."""

@@ -337,6 +337,27 @@ def test_a_damaged_descriptor_ends_that_request_alone(tmp_path: Path, damage: st
     asyncio.run(run())
 
 
+def test_a_front_end_that_cannot_be_told_of_a_refusal_has_submitted_nothing(tmp_path: Path) -> None:
+    async def run() -> None:
+        worker = make_worker(tmp_path / "ring")
+        front_end = await make_front_end(tmp_path / "ring", worker)
+        good, bad = front_end.submit(b"", prompt()), front_end.submit(b"", prompt())
+        assert front_end._channel is not None
+        segment = front_end._channel.segment
+        at = (segment.offsets.descriptors + bad.slot * segment.shape.descriptor_bytes) // 8
+        segment.words[at + layout.DESCRIPTOR_CHECKSUM] ^= 1
+        front_end._channel._mine[layout.FRONT_EVENT_HEAD] = 1 << 40
+        polled = worker.poll()
+        # A submission of a slot that is free again would run into the slot's next request.
+        assert polled.submissions == []
+        assert sorted(polled.dropped) == [good.slot, bad.slot]
+        assert worker.num_outstanding == 0
+        await front_end.close()
+        worker.close()
+
+    asyncio.run(run())
+
+
 def test_a_front_end_without_heartbeat_is_evicted_and_comes_back(tmp_path: Path) -> None:
     async def run() -> None:
         worker = make_worker(tmp_path / "ring", evict_after_s=0.2)
