@@ -25,6 +25,7 @@ from ds4.api.exchange import Exchange
 from ds4.api.rendering import render
 from ds4.api.sse import MARK, FrameTemplate, event
 from ds4.api.state import ServedModel
+from ds4.api.structure import structured
 from ds4.protocol.common import Plan
 from ds4.protocol.openai_chat import (
     AnswerMessage,
@@ -85,9 +86,10 @@ def chat_job(model: ServedModel, request: ChatRequest, param: str) -> Job:
     asked = conversation(request)
     rendered = render(model, asked)
     model.refuse_absurd(rendered, param)
+    output, plan = structured(model, plan, asked, rendered)
     # The tail, because a job shall not keep all of the text.
     parser = partial(
-        model.output.parser,
+        output.parser,
         rendered=rendered[-_TAIL_CHARS:],
         tools=asked.tools,
         is_parallel=asked.is_parallel,

@@ -91,7 +91,7 @@ async def with_grammar(exchange: Exchange, job: Job) -> Job:
     structure = job.plan.structure
     if structure is None:
         return job
-    source = GrammarSource(structure.kind, structure.text)
+    source = GrammarSource(structure.kind, structure.text, structure.thinking, structure.calls)
     grammar = await exchange.state.grammars.compile(source, structure.param)
     return msgspec.structs.replace(job, plan=msgspec.structs.replace(job.plan, grammar=grammar))
 

@@ -24,6 +24,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: "ToolChoice" = "none"
     is_parallel: bool = True
     thinking: bool | None = None
     max_reasoning_tokens: int | None = None
@@ -64,11 +65,17 @@ def checked_tools(tools: Sequence[Any]) -> list[Mapping[str, Any]]:
     return out
 
 
-ToolChoice = Literal["none", "auto"]
+class NamedTool(msgspec.Struct, frozen=True):
+    """The tool that the answer has to call."""
+
+    name: str
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 def checked_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
-    """Whether tools may be called. Raises RequestError for a choice that needs a grammar, or makes no sense."""
+    """Which tools may or have to be called. Raises RequestError for a choice that makes no sense."""
     param = "tool_choice"
     if choice is None:
         return "auto" if tools else "none"
@@ -82,11 +89,11 @@ def checked_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Tool
         raise refuse(param, "must be none, auto, required, or name a function")
     if not tools:
         raise refuse(param, "there are no tools to choose from")
-    if name is not None and all(tool["function"]["name"] != name for tool in tools):
+    if name is None:
+        return "required"
+    if all(tool["function"]["name"] != name for tool in tools):
         raise refuse(param, f"there is no tool {str(name)[:40]!r}")
-    raise refuse(
-        param, "this server cannot force a tool call yet, only auto and none", "unsupported_parameter"
-    )
+    return NamedTool(name)
 
 
 def checked_tool_calls(param: str, calls: Sequence[Any]) -> list[dict[str, Any]]:

@@ -216,7 +216,8 @@ def plan_chat(request: ChatRequest, defaults: SamplingDefaults, vocabulary: Voca
 def conversation(request: ChatRequest | TemplateRequest) -> Conversation:
     """What the model shall read, and how it may answer. Raises RequestError naming the field."""
     tools = checked_tools(request.tools or ())
-    if checked_tool_choice(request.tool_choice, tools) == "none":
+    choice = checked_tool_choice(request.tool_choice, tools)
+    if choice == "none":
         tools = []
     thinking, budget = _thinking(request)
     kwargs = dict(request.chat_template_kwargs or {})
@@ -225,6 +226,7 @@ def conversation(request: ChatRequest | TemplateRequest) -> Conversation:
     return Conversation(
         messages=template_messages(request.messages),
         tools=tools,
+        tool_choice=choice,
         is_parallel=request.parallel_tool_calls is not False,
         thinking=thinking,
         max_reasoning_tokens=budget,

@@ -21,12 +21,15 @@ _ANY_OBJECT: Final = {"type": "object"}
 class Structure(msgspec.Struct, frozen=True):
     """What the answer has to match: a JSON schema, a regex, a JSON list of strings, GBNF or Lark.
 
-    `param` is the field that says so.
+    `param` is the field that says so. `thinking` and `calls` are grammar rules of what may stand before
+    the answer, and of calls that may stand in its place.
     """
 
     kind: StructureKind
     text: str
     param: str
+    thinking: str = ""
+    calls: str = ""
 
 
 class StructureFields(msgspec.Struct, frozen=True, kw_only=True):

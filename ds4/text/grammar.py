@@ -35,12 +35,14 @@ Kind = Literal["json", "regex", "choice", "grammar"]
 class GrammarSource(msgspec.Struct, frozen=True, array_like=True):
     """What a client gave: a JSON schema, a regex, a JSON list of strings, or GBNF or Lark, as text.
 
-    `thinking`: rules of what may stand before that, from `thinking_rules`; empty: nothing may.
+    `thinking`: rules of what may stand before that, from `thinking_rules`; empty: nothing may. `calls`: a
+    grammar in Lark, which may be met instead.
     """
 
     kind: Kind
     text: str
     thinking: str = ""
+    calls: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -62,8 +64,13 @@ def grammar_of(source: GrammarSource) -> str:
     else:
         options, text, rule = {}, "", _rule(source.kind, source.text)
     head = "%llguidance " + json.dumps({**options, "no_forcing": True})
-    if source.thinking:
-        return f"{head}\nstart: thinking answer\n{source.thinking}\nanswer: {rule}\n"
+    if source.thinking or source.calls:
+        lines = [head, f"start: {'thinking ' if source.thinking else ''}answer"]
+        if source.calls:
+            lines += ["answer: text | calls", f"text: {rule}", f"calls: %lark {{\n{source.calls}\n}}"]
+        else:
+            lines.append(f"answer: {rule}")
+        return "\n".join([*lines, source.thinking, ""])
     return f"{head}\n{text or f'start: {rule}'}\n"
 
 
@@ -88,6 +95,17 @@ def thinking_rules(
     rest = f"{body} /[ \\n]{{1,4}}/?"
     begin = rest if is_open else f"({marker(opening, control_ids)} {rest})?"
     return f"thinking: {begin}\nthought{stop}: /(.|\\n)*/"
+
+
+def harmony_rules(*, has_calls: bool, control_ids: Mapping[str, int]) -> str:
+    """The same for gpt-oss: maybe an analysis, then the head of the final message unless a call follows."""
+
+    def part(*texts: str) -> str:
+        return " ".join(marker(text, control_ids) for text in texts)
+
+    analysis = f"{part('<|channel|>', 'analysis', '<|message|>')} thought {part('<|end|>', '<|start|>', 'assistant')}"
+    final = "" if has_calls else part("<|channel|>", "final", "<|message|>")
+    return f"thinking: ({analysis})? {final}\nthought: /(.|\\n)*/"
 
 
 def marker(text: str, control_ids: Mapping[str, int] = _NO_IDS) -> str:

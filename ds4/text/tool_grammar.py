@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ds4.text.grammar import GrammarSource, json_rule, literal, marker
+from ds4.text.grammar import json_rule, literal, marker
 from ds4.text.tool_calls import ToolFormat
 from ds4.text.tools.json_calls import JsonCalls
 from ds4.text.tools.marked_calls import LlamaCalls, MarkedCalls, MistralCalls
@@ -39,6 +39,13 @@ class CallLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 _JSON: Final = ('{"name": "' + _NAME + '", "arguments": ', "}")
 PLAIN: Final = CallLayout(before=(_JSON[0],), after=(_JSON[1],), between=("\n",))
+
+
+HARMONY: Final = CallLayout(
+    before=("<|channel|>", "commentary to=functions.", _NAME, " ", "<|constrain|>", "json", "<|message|>"),
+    after=(),
+    allows_several=False,  # each would have to begin as a message of its own
+)
 
 
 def layout_of(family: ToolFormat | None) -> CallLayout | None:
@@ -75,19 +82,16 @@ def layout_of(family: ToolFormat | None) -> CallLayout | None:
 def grammar_for_tools(
     tools: Sequence[Mapping[str, Any]],
     choice: str | None,
-    family: ToolFormat | None,
+    layout: CallLayout,
     *,
     is_parallel: bool = True,
     control_ids: Mapping[str, int],
-    thinking: str = "",
-) -> GrammarSource:
-    """An answer that is nothing but calls of `tools`, in the form of OpenAI's API.
+) -> str:
+    """An answer that is nothing but calls of `tools`, which are in the form of OpenAI's API; in Lark.
 
     `choice`: the name of the one tool that may be called; None: any of them. `control_ids`: control
-    tokens by text. `thinking`: rules of what may stand before. Raises RequestError for parameters that
-    are no schema.
+    tokens by text. Raises RequestError for parameters that are no schema.
     """
-    layout = layout_of(family) or PLAIN
     functions = [tool["function"] for tool in tools if choice in (None, tool["function"]["name"])]
 
     def part(text: str, name: str) -> str:
@@ -109,4 +113,4 @@ def grammar_for_tools(
         f"start: {parts(layout.begin)} call{more} {parts(layout.end)}",
         "call: " + " | ".join(f"call_{index}" for index in range(len(functions))),
     ]
-    return GrammarSource("grammar", "\n".join(head + lines), thinking)
+    return "\n".join(head + lines)

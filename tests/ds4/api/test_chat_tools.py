@@ -311,7 +311,6 @@ def test_a_template_without_tools_gets_them_in_words(tmp_path: Path) -> None:
     ("fields", "param"),
     [
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{}]}]},

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from ds4.errors import RequestError
 from ds4.protocol.conversation import (
+    NamedTool,
+    ToolChoice,
     checked_tool_calls,
     checked_tool_choice,
     checked_tools,
@@ -70,18 +72,21 @@ def test_a_wrong_tool_is_named(tools: list[Any], param: str | None) -> None:
         ("auto", [F], "auto"),
         ("none", [F], "none"),
         ("auto", [], "auto"),
+        ("required", [F], "required"),
+        ("any", [F], "required"),
+        ({"type": "function", "function": {"name": "f"}}, [F], NamedTool("f")),
+        ({"type": "function", "name": "f"}, [F], NamedTool("f")),
     ],
 )
-def test_tools_may_be_used_unless_that_is_forbidden(choice: Any, tools: list[Any], expected: str) -> None:
+def test_a_choice_says_which_tools_may_or_have_to_be_called(
+    choice: Any, tools: list[Any], expected: ToolChoice
+) -> None:
     assert checked_tool_choice(choice, tools) == expected
 
 
 @pytest.mark.parametrize(
     ("choice", "tools", "message"),
     [
-        ("required", [F], "cannot force"),
-        ({"type": "function", "function": {"name": "f"}}, [F], "cannot force"),
-        ({"type": "function", "name": "f"}, [F], "cannot force"),
         ({"type": "function", "function": {"name": "g"}}, [F], "there is no tool 'g'"),
         ("required", [], "no tools to choose from"),
         ("sometimes", [F], "must be"),
