@@ -63,7 +63,7 @@ def quantise(num_rows: int) -> Shape:
 
 def norm(num_rows: int) -> Shape:
     """Arguments: hidden, rows (or None), weight, size, eps, out (or None), values (or None), records."""
-    return Shape(kernel=Kernel(source="quantise.cu", entry="norm"), grid=(num_rows, 1, 1), block=256)
+    return Shape(kernel=Kernel(source="quantise.cu", entry="rms_norm"), grid=(num_rows, 1, 1), block=256)
 
 
 def default_variant(num_rows: int, *, batch_invariant: bool) -> MatmulVariant:

@@ -41,14 +41,16 @@ __device__ __forceinline__ void read_row(const void* table, const void* codebook
     for (int block = 0; block < 2; ++block) {
       u32 a[4];
       operand(a, u, m, block);
-      const Scale s = scale_of(u, o, block);
+      const Scale s = o ? scale_of(u, 1, block) : scale_of(u, 0, block);
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
+      for (int half = 0; half < 2; ++half) {
+        const u32 word = o ? a[1 + 2 * half] : a[2 * half];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int i = unit * UNIT_INPUTS + 32 * block + 16 * half + 4 * t + j;
-          if (i < size) write(i, weight_of(s, half, signed_byte(a[o + 2 * half], j)));
+          if (i < size) write(i, weight_of(s, half, signed_byte(word, j)));
         }
+      }
     }
   }
 }

@@ -185,7 +185,7 @@ __device__ __forceinline__ void operand(u32 (&a)[4], const Unit& u, const Matrix
         a[i] = word >> 4 * (i >> 1) & 0x0F0F0F0Fu;
         const int field = 2 * (i & 1) + (i >> 1);
         if constexpr (HIGH_BYTES == 128) a[i] |= (u.high[0] >> (4 * block + field) & 0x01010101u) << 4;
-        if constexpr (HIGH_BYTES == 256) a[i] |= (u.high[block] >> 2 * field & 0x03030303u) << 4;
+        if constexpr (HIGH_BYTES == 256) a[i] |= ((block ? u.high[1] : u.high[0]) >> 2 * field & 0x03030303u) << 4;
       }
     }
   }
@@ -210,7 +210,7 @@ __device__ __forceinline__ Scale scale_of(const Unit& u, int output, int block) 
   s.multiplier[0] = s.multiplier[1] = s.min_multiplier[0] = s.min_multiplier[1] = 1;
   s.min = 0;
   if constexpr (one_of(GGML_Q4_1, GGML_Q5_1)) {
-    const u32 pair = u.scales[2 * output + block];
+    const u32 pair = block ? u.scales[2 * output + 1] : u.scales[2 * output];  // no index at run time: registers have none
     s.scale = low_half(pair);
     s.min = high_half(pair);
   } else if constexpr (one_of(GGML_Q4_K, GGML_Q5_K)) {

@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(256) quantise(const float* x, int s
 
 // normed = hidden / sqrt(mean(hidden^2) + eps) * weight, of row `rows[i]` (all in order where that is null),
 // as floats where `out` is given and quantised where `values` is.
-extern "C" __global__ void __launch_bounds__(256) norm(const float* hidden, const int* rows, const float* weight, int size, float eps, float* out, u8* values, void* records) {
+extern "C" __global__ void __launch_bounds__(256) rms_norm(const float* hidden, const int* rows, const float* weight, int size, float eps, float* out, u8* values, void* records) {
   __shared__ float cells[33];
   const size_t row = blockIdx.x;
   const float* from = hidden + (size_t)(rows ? rows[row] : (int)row) * size;

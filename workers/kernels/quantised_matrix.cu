@@ -3,8 +3,8 @@
 // Weights are operand A (16 outputs), activations operand B (8 rows), straight from memory in fragment
 // order: no shuffle, no unpacking of activations. The integer sums of 32 (16) inputs are exact.
 // Order of the float32 sum, the same in every kernel of this file: inputs are cut into 8 slices of whole
-// units, a slice adds block by block, then (s0 + s1 + s2 + s3) + (s4 + s5 + s6 + s7). So all kernels give
-// the same bits for a row, whatever the batch: any of them may be chosen by speed alone.
+// units, a slice adds block by block, then the slices are added in order. So all kernels give the same bits
+// for a row, whatever the batch: any of them may be chosen by speed alone.
 //
 // Grid: matrix_8 (tiles, rows / 8); matrix_16 and _32 (tiles / 2, rows / 16, / 32), matrix_64 (tiles / 4,
 // rows / 64); all rounded up. Shared memory: static, 36 KiB at most.
@@ -16,27 +16,27 @@
 
 __device__ __forceinline__ int slice_start(int slice, int num_units) { return slice * num_units / SLICES; }
 
-// Adds one unit to the sums of N groups of 8 rows. x: the lane's operand B; records: of rows 2t and 2t + 1.
-template <int N>
-__device__ __forceinline__ void add_unit(float (&acc)[N][4], const Unit& u, const Matrix& m, const uint4 (&x)[N],
-                                         const uint4 (&records)[N][2]) {
-#pragma unroll
+// Adds one unit to the sums of N groups of 8 rows. `values(n, block)` is the lane's operand B; `record(n, c,
+// block)` is of row 2t + c: its scale and its two sums.
+template <int N, int UNROLL, class Values, class RecordOf>
+__device__ __forceinline__ void add_unit(float (&acc)[N][4], const Unit& u, const Matrix& m, Values values,
+                                         RecordOf record) {
+#pragma unroll UNROLL
   for (int block = 0; block < 2; ++block) {
     u32 a[4];
     operand(a, u, m, block);
     const Scale scales[2] = {scale_of(u, 0, block), scale_of(u, 1, block)};
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      const u32 b0 = block ? x[n].z : x[n].x, b1 = block ? x[n].w : x[n].y;
+      const uint2 b = values(n, block);
       float row_scale[2];
       int first_sum[2], last_sum[2];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const uint4 r = records[n][c];
-        row_scale[c] = __uint_as_float(block ? r.z : r.x);
-        const u32 both = block ? r.w : r.y;
-        first_sum[c] = (short)both;
-        last_sum[c] = (int)both >> 16;
+        const uint2 r = record(n, c, block);
+        row_scale[c] = __uint_as_float(r.x);
+        first_sum[c] = (short)r.y;
+        last_sum[c] = (int)r.y >> 16;
       }
       int first[4], last[4];
 #pragma unroll
@@ -45,12 +45,12 @@ __device__ __forceinline__ void add_unit(float (&acc)[N][4], const Unit& u, cons
         last[i] = -OFFSET * last_sum[i & 1];
       }
       if constexpr (HALVES) {
-        const u32 a_first[2] = {a[0], a[1]}, a_last[2] = {a[2], a[3]}, b_first[1] = {b0}, b_last[1] = {b1};
+        const u32 a_first[2] = {a[0], a[1]}, a_last[2] = {a[2], a[3]}, b_first[1] = {b.x}, b_last[1] = {b.y};
         mma_s8_k16(first, a_first, b_first);
         mma_s8_k16(last, a_last, b_last);
       } else {
-        const u32 b[2] = {b0, b1};
-        mma_s8_k32(first, a, b);
+        const u32 both[2] = {b.x, b.y};
+        mma_s8_k32(first, a, both);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -89,17 +89,17 @@ __device__ __forceinline__ void few_rows(float* out, int out_stride, int out_off
     if (unit < end) load_unit(next, m, tile, unit);
     for (; unit < end; ++unit) {
       const Unit u = next;
-      uint4 x[N], records[N][2];
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        const int row = first_row + 8 * n;
-        x[n] = *(const uint4*)(values + ((size_t)min(row + g, num_rows - 1) * num_units + unit) * UNIT_INPUTS + 16 * t);
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          records[n][c] = *(const uint4*)(all_records + ((size_t)min(row + 2 * t + c, num_rows - 1) * num_units + unit) * 2);
-      }
       if (unit + 1 < end) load_unit(next, m, tile, unit + 1);
-      add_unit<N>(acc, u, m, x, records);
+      add_unit<N, 2>(
+          acc, u, m,
+          [&](int n, int block) {
+            const size_t row = min(first_row + 8 * n + g, num_rows - 1);
+            return *(const uint2*)(values + (row * num_units + unit) * UNIT_INPUTS + 16 * t + 8 * block);
+          },
+          [&](int n, int c, int block) {
+            const size_t row = min(first_row + 8 * n + 2 * t + c, num_rows - 1);
+            return *(const uint2*)(all_records + (row * num_units + unit) * 2 + block);
+          });
     }
 #pragma unroll
     for (int n = 0; n < N; ++n)
@@ -112,26 +112,25 @@ __device__ __forceinline__ void few_rows(float* out, int out_stride, int out_off
     if (row >= num_rows || first_tile + own_tile >= num_tiles) continue;
     finish_tile(out + (size_t)row * out_stride + out_offset, bias, epilogue, first_tile + own_tile, i % TILE_OUTPUTS,
                 num_outputs, [&](int output) {
-                  float halves[2] = {0, 0};
+                  float total = 0;
 #pragma unroll
-                  for (int s = 0; s < SLICES; ++s)
-                    halves[s / 4] = __fadd_rn(halves[s / 4], partial[s][own_tile][r][output]);
-                  return __fadd_rn(halves[0], halves[1]);
+                  for (int s = 0; s < SLICES; ++s) total = __fadd_rn(total, partial[s][own_tile][r][output]);
+                  return total;
                 });
   }
 }
 
-extern "C" __global__ void __launch_bounds__(256) matrix_8(float* out, int out_stride, int out_offset, const void* weight, const void* codebook, const float* bias, int num_outputs, int num_tiles, int num_units, const u8* values, const void* records, int num_rows, int epilogue) {
+extern "C" __global__ void __launch_bounds__(256, 3) matrix_8(float* out, int out_stride, int out_offset, const void* weight, const void* codebook, const float* bias, int num_outputs, int num_tiles, int num_units, const u8* values, const void* records, int num_rows, int epilogue) {
   __shared__ float partial[SLICES][1][8][TILE_OUTPUTS + 1];
   few_rows<1, 1, 8>(out, out_stride, out_offset, weight, codebook, bias, num_outputs, num_tiles, num_units, values,
                     (const Record*)records, num_rows, epilogue, partial);
 }
-extern "C" __global__ void __launch_bounds__(256) matrix_16(float* out, int out_stride, int out_offset, const void* weight, const void* codebook, const float* bias, int num_outputs, int num_tiles, int num_units, const u8* values, const void* records, int num_rows, int epilogue) {
+extern "C" __global__ void __launch_bounds__(256, 2) matrix_16(float* out, int out_stride, int out_offset, const void* weight, const void* codebook, const float* bias, int num_outputs, int num_tiles, int num_units, const u8* values, const void* records, int num_rows, int epilogue) {
   __shared__ float partial[SLICES][2][16][TILE_OUTPUTS + 1];
   few_rows<2, 2, 4>(out, out_stride, out_offset, weight, codebook, bias, num_outputs, num_tiles, num_units, values,
                     (const Record*)records, num_rows, epilogue, partial);
 }
-extern "C" __global__ void __launch_bounds__(256) matrix_32(float* out, int out_stride, int out_offset, const void* weight, const void* codebook, const float* bias, int num_outputs, int num_tiles, int num_units, const u8* values, const void* records, int num_rows, int epilogue) {
+extern "C" __global__ void __launch_bounds__(256, 2) matrix_32(float* out, int out_stride, int out_offset, const void* weight, const void* codebook, const float* bias, int num_outputs, int num_tiles, int num_units, const u8* values, const void* records, int num_rows, int epilogue) {
   __shared__ float partial[SLICES][2][32][TILE_OUTPUTS + 1];
   few_rows<4, 2, 4>(out, out_stride, out_offset, weight, codebook, bias, num_outputs, num_tiles, num_units, values,
                     (const Record*)records, num_rows, epilogue, partial);
@@ -141,6 +140,9 @@ extern "C" __global__ void __launch_bounds__(256) matrix_32(float* out, int out_
 #define STAGES 4
 #define BLOCK_ROWS 64
 #define ROW_GROUPS 4  // of 8 rows, for each warp
+
+// Formats with more parts leave no registers for a unit that is loaded ahead, nor for both blocks at once.
+constexpr bool PREFETCH = !HALVES && !FIVE_BITS;
 
 struct Stage {
   uint4 values[BLOCK_ROWS][4];  // [row][t]: a row is 64 bytes, so eight lanes read all banks once
@@ -155,17 +157,17 @@ __device__ __forceinline__ void fetch_stage(Stage& stage, const u8* values, cons
   if (t == 0) copy_async_16(&stage.records[row], records + cell * 2, true);
 }
 
-extern "C" __global__ void __launch_bounds__(256) matrix_64(float* out, int out_stride, int out_offset, const void* weight, const void* codebook, const float* bias, int num_outputs, int num_tiles, int num_units, const u8* values, const void* records, int num_rows, int epilogue) {
+extern "C" __global__ void __launch_bounds__(256, 2) matrix_64(float* out, int out_stride, int out_offset, const void* weight, const void* codebook, const float* bias, int num_outputs, int num_tiles, int num_units, const u8* values, const void* records, int num_rows, int epilogue) {
   __shared__ Stage stages[STAGES];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int first_row = blockIdx.y * BLOCK_ROWS, own_row = (warp & 1) * 32;
   const int tile = blockIdx.x * 4 + (warp >> 1), read_tile = min(tile, num_tiles - 1);
   const Matrix m = open_matrix(weight, codebook, num_tiles, num_units);
-  float total[ROW_GROUPS][4], half[ROW_GROUPS][4], acc[ROW_GROUPS][4];
+  float total[ROW_GROUPS][4], acc[ROW_GROUPS][4];
 #pragma unroll
   for (int n = 0; n < ROW_GROUPS; ++n)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) total[n][e] = half[n][e] = acc[n][e] = 0;
+    for (int e = 0; e < 4; ++e) total[n][e] = acc[n][e] = 0;
 
 #pragma unroll
   for (int s = 0; s < STAGES - 1; ++s) {
@@ -173,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(256) matrix_64(float* out, int out_
     copy_async_commit();
   }
   Unit next;
-  load_unit(next, m, read_tile, 0);
+  if constexpr (PREFETCH) load_unit(next, m, read_tile, 0);
   int slice = 0, slice_end = slice_start(1, num_units);
   for (int unit = 0; unit <= num_units; ++unit) {
     while (slice < SLICES && unit == slice_end) {  // a slice may be empty
@@ -181,12 +183,8 @@ extern "C" __global__ void __launch_bounds__(256) matrix_64(float* out, int out_
       for (int n = 0; n < ROW_GROUPS; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          half[n][e] = __fadd_rn(half[n][e], acc[n][e]);
+          total[n][e] = __fadd_rn(total[n][e], acc[n][e]);
           acc[n][e] = 0;
-          if (slice == SLICES / 2 - 1) {
-            total[n][e] = half[n][e];
-            half[n][e] = 0;
-          }
         }
       ++slice;
       slice_end = slice_start(slice + 1, num_units);
@@ -199,16 +197,17 @@ extern "C" __global__ void __launch_bounds__(256) matrix_64(float* out, int out_
       fetch_stage(stages[ahead % STAGES], values, (const Record*)records, first_row, num_rows, num_units, ahead);
     copy_async_commit();
     const Stage& stage = stages[unit % STAGES];
-    const Unit u = next;
-    if (unit + 1 < num_units) load_unit(next, m, read_tile, unit + 1);
-    uint4 x[ROW_GROUPS], row_records[ROW_GROUPS][2];
-#pragma unroll
-    for (int n = 0; n < ROW_GROUPS; ++n) {
-      x[n] = stage.values[own_row + 8 * n + g][t];
-#pragma unroll
-      for (int c = 0; c < 2; ++c) row_records[n][c] = stage.records[own_row + 8 * n + 2 * t + c];
+    Unit u;
+    if constexpr (PREFETCH) {
+      u = next;
+      if (unit + 1 < num_units) load_unit(next, m, read_tile, unit + 1);
+    } else {
+      load_unit(u, m, read_tile, unit);
     }
-    add_unit<ROW_GROUPS>(acc, u, m, x, row_records);
+    add_unit<ROW_GROUPS, PREFETCH ? 2 : 1>(
+        acc, u, m,
+        [&](int n, int block) { return ((const uint2*)&stage.values[own_row + 8 * n + g][t])[block]; },
+        [&](int n, int c, int block) { return ((const uint2*)&stage.records[own_row + 8 * n + 2 * t + c])[block]; });
   }
   copy_async_wait<0>();
   if (tile >= num_tiles) return;
@@ -219,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(256) matrix_64(float* out, int out_
       const int row = first_row + own_row + 8 * n + 2 * t + c;
       if (row >= num_rows) continue;
       // The lane has outputs g and g + 8: both at hand for gate and up.
-      const float sums[2] = {__fadd_rn(total[n][c], half[n][c]), __fadd_rn(total[n][c + 2], half[n][c + 2])};
+      const float sums[2] = {total[n][c], total[n][c + 2]};
       float* to = out + (size_t)row * out_stride + out_offset;
       const auto sum = [&](int output) { return sums[output >> 3]; };
       finish_tile(to, bias, epilogue, tile, g, num_outputs, sum);

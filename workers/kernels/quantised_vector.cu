@@ -92,12 +92,12 @@ extern "C" __global__ void __launch_bounds__(256) vector_1(float* out, int out_s
   vector_product<1>(out, out_stride, out_offset, weight, codebook, bias, num_outputs, num_tiles, num_units, values,
                     (const Record*)records, num_rows, epilogue, sums);
 }
-extern "C" __global__ void __launch_bounds__(256) vector_2(float* out, int out_stride, int out_offset, const void* weight, const void* codebook, const float* bias, int num_outputs, int num_tiles, int num_units, const u8* values, const void* records, int num_rows, int epilogue) {
+extern "C" __global__ void __launch_bounds__(256, 4) vector_2(float* out, int out_stride, int out_offset, const void* weight, const void* codebook, const float* bias, int num_outputs, int num_tiles, int num_units, const u8* values, const void* records, int num_rows, int epilogue) {
   __shared__ float sums[WARPS][2][TILE_OUTPUTS];
   vector_product<2>(out, out_stride, out_offset, weight, codebook, bias, num_outputs, num_tiles, num_units, values,
                     (const Record*)records, num_rows, epilogue, sums);
 }
-extern "C" __global__ void __launch_bounds__(256) vector_4(float* out, int out_stride, int out_offset, const void* weight, const void* codebook, const float* bias, int num_outputs, int num_tiles, int num_units, const u8* values, const void* records, int num_rows, int epilogue) {
+extern "C" __global__ void __launch_bounds__(256, 2) vector_4(float* out, int out_stride, int out_offset, const void* weight, const void* codebook, const float* bias, int num_outputs, int num_tiles, int num_units, const u8* values, const void* records, int num_rows, int epilogue) {
   __shared__ float sums[WARPS][4][TILE_OUTPUTS];
   vector_product<4>(out, out_stride, out_offset, weight, codebook, bias, num_outputs, num_tiles, num_units, values,
                     (const Record*)records, num_rows, epilogue, sums);

@@ -56,3 +56,33 @@ def silu_product(gate: Floats, up: Floats) -> Floats:
     with np.errstate(over="ignore"):
         product: Floats = gate / (1 + np.exp(-gate)) * up
     return product
+
+
+def rope(x: Floats, rotations: Floats, *, interleaved: bool) -> Floats:
+    """Rotate heads x [n, heads, size] by rotations [n, pairs, (cos, sin)]; the rest of a head stays."""
+    pairs = rotations.shape[1]
+    out = x.copy()
+    cos, sin = rotations[:, None, :, 0], rotations[:, None, :, 1]
+    first, second = (
+        (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
+        if interleaved
+        else (slice(0, pairs), slice(pairs, 2 * pairs))
+    )
+    a, b = x[..., first], x[..., second]
+    out[..., first] = a * cos - b * sin
+    out[..., second] = a * sin + b * cos
+    return out
+
+
+def attention(
+    queries: NDArray[np.float16], keys: NDArray[np.float16], values: NDArray[np.float16], seen: int
+) -> Floats:
+    """One row: queries [heads, size] (scale * log2(e) included) over the first `seen` keys [n, kv heads, size]."""
+    heads, kv_heads = queries.shape[0], keys.shape[1]
+    out = np.empty(queries.shape, np.float32)
+    for head in range(heads):
+        own = head // (heads // kv_heads)
+        scores = keys[:seen, own].astype(np.float64) @ queries[head].astype(np.float64)
+        weights = np.exp2(scores - scores.max())
+        out[head] = weights / weights.sum() @ values[:seen, own].astype(np.float64)
+    return out
