@@ -27,6 +27,7 @@ OF_SEVERAL: Final = {
     "tests/workers/devices/cpu/test_fallback.py": "a broken Numba, seen from the registry and the build",
     "tests/workers/devices/cpu/test_quality.py": "the whole engine on the real model",
     "tests/workers/devices/cpu/test_kernels.py": "every kernel module against the oracle",
+    "tests/workers/devices/cuda/test_server.py": "the device below the whole server",
 }
 
 

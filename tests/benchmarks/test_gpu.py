@@ -1,0 +1,57 @@
+"""The GPU benchmark runs: on a tiny model, with the emulator in the GPU's place."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ds4.model_file import ModelFile
+from tests.benchmarks.gpu import TINY, main
+from tests.support.shaped_model import ModelShape, write_shaped_model
+from workers.devices.emulator.compiler import compiler
+from workers.model.program import Tensor
+from workers.model.registry import load_program
+
+
+@pytest.mark.skipif(compiler() is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("mix", ["Q4_K_M", "Q8_0"])
+def test_it_reports_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str], mix: str) -> None:
+    report = tmp_path / "report.json"
+    arguments = ["--device", "emulator", "--tiny", "--mixes", mix, "--rows", "1,3", "--contexts", "20,40"]
+    assert main([*arguments, "--steps", "4", "--directory", str(tmp_path), "--json", str(report)]) == 0
+    rows = json.loads(report.read_bytes())
+    assert [(row["what"], row["rows"], row["context"]) for row in rows] == [
+        ("prefill", 1, 40),
+        *(("decode", count, context) for context in (20, 40) for count in (1, 3)),
+    ]
+    for row in rows:
+        assert row["tokens_per_s"] > 0
+        assert row["step_bytes"] > 0
+    # What a step reads grows with its rows and their contexts.
+    read = [row["step_bytes"] for row in rows[1:]]
+    assert read[0] < read[1]
+    assert read[0] < read[2] < read[3]
+    assert f"| {mix} | decode | 3 | 40 |" in capsys.readouterr().out
+
+
+def test_the_models_are_of_the_shape_and_mix_that_they_say(tmp_path: Path) -> None:
+    path = write_shaped_model(tmp_path / "model.gguf", shape=TINY, mix="Q4_K_M")
+    program = load_program(ModelFile.open(path))
+    assert program.dimensions.vocab_size == TINY.vocab_size
+    kinds = {
+        tensor.name.removeprefix("blk.0."): tensor.ggml_type
+        for operation in program.operations
+        for field in operation.__struct_fields__
+        if isinstance(tensor := getattr(operation, field), Tensor)
+    }
+    assert kinds["attn_q.weight"] == 12  # Q4_K
+    assert kinds["output.weight"] == 14  # Q6_K
+
+
+def test_the_default_shape_is_llama_3_1_8b() -> None:
+    shape = ModelShape()
+    per_layer = shape.hidden_size * (
+        2 * shape.num_heads * shape.head_size + 2 * shape.num_kv_heads * shape.head_size + 3 * shape.ffn_size
+    )
+    weights = shape.num_layers * per_layer + 2 * shape.vocab_size * shape.hidden_size
+    assert round(weights / 1e9, 2) == 8.03
