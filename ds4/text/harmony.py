@@ -23,7 +23,7 @@ CLOSING: Final = "<|end|><|start|>assistant<|channel|>final<|message|>"
 _HEADER_BEGINS: Final = Markers(("<|start|>", "<|channel|>"))
 _HEADER_ENDS: Final = Markers(("<|message|>", "<|end|>", "<|call|>", "<|return|>"))
 _BODY_ENDS: Final = Markers(("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"))
-_RECIPIENT: Final = re.compile(r"to=(?:functions\.)?([^\s<>]+)")
+_RECIPIENT: Final = re.compile(r"to=(functions\.)?([^\s<>]+)")
 _ANALYSIS: Final = re.compile(r"<\|channel\|>\s*analysis\b")
 
 
@@ -43,6 +43,8 @@ class HarmonyReader:
         source.mark()
         yield from source.skip(SPACE)
         begin = yield from source.marker(_HEADER_BEGINS)
+        if begin is None and (yield from source.literal("to=")):  # the prompt ended inside of the header
+            begin = "to="
         if begin is not None:
             source.forget_mark()
             return begin
@@ -59,9 +61,9 @@ class HarmonyReader:
         if end != "<|message|>":
             return end  # a header of nothing
         header = "".join(pieces)
-        recipient = _RECIPIENT.search(header) if has_tools else None
-        if recipient is not None:
-            sink.begin(recipient.group(1))
+        name = _called(header, sink) if has_tools else None
+        if name is not None:
+            sink.begin(name)
             yield from source.skip(SPACE)
             end = yield from source.marker(_BODY_ENDS)
             if end is not None or not (yield from source.peek()):
@@ -75,3 +77,12 @@ class HarmonyReader:
         end = yield from source.until(_BODY_ENDS, sink.reasoning if sink.is_reasoning else sink.text)
         sink.is_reasoning = False
         return end
+
+
+def _called(header: str, sink: EventSink) -> str | None:
+    """The tool that a message is for, if it is for one."""
+    recipient = _RECIPIENT.search(header)
+    if recipient is None:
+        return None
+    namespace, name = recipient.groups()
+    return name if namespace or name in sink.tools else None

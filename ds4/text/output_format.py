@@ -14,6 +14,7 @@ from ds4.text.tool_calls import ToolFormat
 from ds4.text.tools.invoke_calls import InvokeCalls
 from ds4.text.tools.json_calls import BareOr, JsonCalls
 from ds4.text.tools.marked_calls import LlamaCalls, MarkedCalls, MistralCalls
+from ds4.text.tools.python_calls import PythonCalls
 from ds4.text.tools.tagged_calls import ArgumentTagCalls, FunctionTagCalls
 
 _DSML_BAR: Final = "\uff5c"
@@ -50,6 +51,9 @@ _FAMILIES: Final[tuple[tuple[tuple[str, ...], ToolFormat], ...]] = (
     (("<|tool_call|>",), JsonCalls(("<|tool_call|>",), ("<|/tool_call|>",))),
     (("<|START_ACTION|>",), JsonCalls(("<|START_ACTION|>",), ("<|END_ACTION|>",))),
     (("functools[",), JsonCalls(("functools",))),
+    (("<tool_calls>",), JsonCalls(("<tool_calls>",), ("</tool_calls>",))),
+    (("<|function_call|>",), JsonCalls(("<|function_call|>",))),
+    (("<|tool_call_start|>",), PythonCalls("<|tool_call_start|>", "<|tool_call_end|>")),
     (("<tool_call>",), JsonCalls(("<tool_call>",), ("</tool_call>",))),
     (("<|python_tag|>",), LlamaCalls()),
     (("ipython",), LlamaCalls()),

@@ -101,7 +101,7 @@ class JsonCalls:
             if (yield from source.literal("}")):
                 break
             key = yield from _key(source)
-            if known_only and key not in _ENVELOPE:
+            if known_only and not has_begun and key not in _ENVELOPE:
                 return False  # some other JSON, which need not be held back to its end
             is_object = key in _ARGUMENTS and (yield from source.peek()) == "{"
             if is_object and name is not None and not has_begun:

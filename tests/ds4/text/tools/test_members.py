@@ -75,6 +75,8 @@ def test_values_become_what_their_schema_says(
         ("unit", "12", '"12"'),
         ("days", "not a number", '"not a number"'),
         ("detail", "True", "true"),
+        ("box", "{'a': [1, None]}", '{"a":[1,null]}'),
+        ("box", "{'a': open}", "\"{'a': open}\""),
         ("unheard_of", "12", "12"),
         ("unheard_of", "twelve", '"twelve"'),
         ("unheard_of", '"quoted"', '"quoted"'),
