@@ -25,6 +25,7 @@ from ds4.api.health import Health
 from ds4.api.messages import count_tokens, messages
 from ds4.api.middleware import Authenticate, Observe, api_keys
 from ds4.api.models import Models
+from ds4.api.openapi import OpenApi
 from ds4.api.responses import StoredResponses, responses
 from ds4.api.state import FrontState
 from ds4.api.status import Status
@@ -87,6 +88,7 @@ def _routes(state: FrontState) -> list[BaseRoute]:
         ("/slots", status.slots),
         ("/props", status.props),
         ("/version", status.version),
+        ("/openapi.json", OpenApi().get),
     ]
     stored = StoredResponses(state)
     one = _OPENAI + "/responses/{id}"

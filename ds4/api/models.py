@@ -1,9 +1,11 @@
 """`GET /v1/models`, `/v1/models/{id}`.
 
 Owns: these routes. Runs in: front ends. Source: the OpenAI API reference; `context_length` and
-`max_completion_tokens` are OpenRouter's and the C server's extensions, `meta` is llama-server's.
+`max_completion_tokens` are OpenRouter's and the C server's extensions, `meta` is llama-server's; `type`,
+`display_name`, `created_at` and the list's paging fields make Anthropic's clients read the same answer.
 """
 
+from datetime import UTC, datetime
 from typing import Literal
 
 import msgspec
@@ -29,7 +31,10 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
+    display_name: str
     created: int
+    created_at: str
     owned_by: str = "ds4-server"
     context_length: int
     max_completion_tokens: int
@@ -41,6 +46,9 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    has_more: Literal[False] = False
+    first_id: str
+    last_id: str
 
 
 class Models:
@@ -51,7 +59,9 @@ class Models:
 
     async def list(self, request: Request) -> Response:
         """Every name."""
-        return document(ModelList(data=[self._card(name) for name in self._state.model.names]))
+        names = self._state.model.names
+        cards = [self._card(name) for name in names]
+        return document(ModelList(data=cards, first_id=names[0], last_id=names[-1]))
 
     async def retrieve(self, request: Request) -> Response:
         """One name. Raises NotFoundError."""
@@ -66,7 +76,9 @@ class Models:
         model, limit = self._state.model, self._state.max_context_tokens
         return ModelCard(
             id=name,
+            display_name=model.file.name or name,
             created=model.created,
+            created_at=datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             context_length=limit,
             max_completion_tokens=min(model.defaults.max_tokens or limit, limit),
             meta=ModelMeta(

@@ -5,7 +5,6 @@ the same names. Every front end gives the same answer, since all of it is in sha
 and keys are in none of it.
 """
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,6 +12,7 @@ from ds4 import __version__, config
 from ds4.api.documents import document
 from ds4.api.state import FrontState
 from ds4.metrics import CONTENT_TYPE
+from ds4.protocol.server_status import Props, Slots, SlotView, Version, worker_props
 from ds4.ring.states import SlotState
 
 
@@ -39,47 +39,42 @@ class Status:
     async def slots(self, request: Request) -> Response:
         """The state of every slot of the ring, and the pending count."""
         engine = self._state.engine
-        return document(
-            {
-                "decode_pending": engine.ring.num_pending(),
-                "num_running": engine.ring.num_running,
-                "slots": [
-                    {
-                        "id": slot.slot,
-                        "front_end": slot.front_end,
-                        "state": slot.state.name.lower(),
-                        "is_processing": slot.state != SlotState.FREE,
-                        "n_prompt_tokens": slot.num_prompt_tokens,
-                        "n_cached_tokens": slot.num_cached_tokens,
-                        "n_decoded": slot.num_generated_tokens,
-                    }
-                    for slot in engine.ring.slots()
-                ],
-            }
-        )
+        slots = [
+            SlotView(
+                id=slot.slot,
+                front_end=slot.front_end,
+                state=slot.state.name.lower(),
+                is_processing=slot.state != SlotState.FREE,
+                n_prompt_tokens=slot.num_prompt_tokens,
+                n_cached_tokens=slot.num_cached_tokens,
+                n_decoded=slot.num_generated_tokens,
+            )
+            for slot in engine.ring.slots()
+        ]
+        pending, running = engine.ring.num_pending(), engine.ring.num_running
+        return document(Slots(decode_pending=pending, num_running=running, slots=slots))
 
     async def props(self, request: Request) -> Response:
         """The settings in force, secrets left out, and the model."""
         state = self._state
         info = state.engine.model_info
-        return document(
-            {
-                "model_alias": state.model.names[0],
-                "model_path": state.model.file.path.name,
-                "n_ctx": state.max_context_tokens,
-                "total_slots": len(state.engine.ring.slots()),
-                "chat_template": state.model.file.chat_template or "",
-                "build_info": f"ds4-server {__version__}",
-                "default_generation_settings": state.model.defaults,
-                "settings": {
-                    setting.name: getattr(state.settings, setting.name)
-                    for setting in config.TABLE
-                    if not setting.secret and setting.name != "api_key_file"
-                },
-                "worker": msgspec.structs.asdict(info) if info is not None else None,
-            }
+        props = Props(
+            model_alias=state.model.names[0],
+            model_path=state.model.file.path.name,
+            n_ctx=state.max_context_tokens,
+            total_slots=len(state.engine.ring.slots()),
+            chat_template=state.model.file.chat_template or "",
+            build_info=f"ds4-server {__version__}",
+            default_generation_settings=state.model.defaults,
+            settings={
+                setting.name: getattr(state.settings, setting.name)
+                for setting in config.TABLE
+                if not setting.secret and setting.name != "api_key_file"
+            },
+            worker=worker_props(info) if info is not None else None,
         )
+        return document(props)
 
     async def version(self, request: Request) -> Response:
         """What runs here."""
-        return document({"version": __version__, "name": "ds4-server"})
+        return document(Version(version=__version__))

@@ -51,10 +51,10 @@ def _tokenize(model: ServedModel, body: bytes, max_context_tokens: int) -> Token
         add_special=bool(request.add_special or request.add_special_tokens),
         parse_special=request.parse_special is not False,
     )
-    tokens = [TokenPiece(token_id, _piece(model, token_id)) for token_id in ids]
-    return TokenizeAnswer(
-        tokens=tokens if request.with_pieces else ids, count=len(ids), max_model_len=max_context_tokens
-    )
+    tokens: list[int | TokenPiece] = [*ids]
+    if request.with_pieces:
+        tokens = [TokenPiece(token_id, _piece(model, token_id)) for token_id in ids]
+    return TokenizeAnswer(tokens=tokens, count=len(ids), max_model_len=max_context_tokens)
 
 
 def _piece(model: ServedModel, token_id: int) -> str | list[int]:

@@ -32,7 +32,7 @@ class TokenPiece(msgspec.Struct, frozen=True):
 class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of `/tokenize`."""
 
-    tokens: list[int] | list[TokenPiece]
+    tokens: list[int | TokenPiece]
     count: int
     max_model_len: int
 
