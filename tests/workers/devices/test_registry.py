@@ -10,6 +10,7 @@ from ds4.config import Settings
 from ds4.errors import ConfigError
 from ds4.model_file import ModelFile
 from tests.support.tiny_model import write_tiny_model
+from tests.workers.kernels.rig import needs_compiler
 from workers.devices import registry
 from workers.devices.cuda import opening
 from workers.devices.cuda.driver import Driver
@@ -79,6 +80,7 @@ def test_auto_with_a_gpu_that_cannot_be_used_warns_and_runs_on_the_cpu(
     assert "there is a GPU, but it is not used" in caplog.text
 
 
+@needs_compiler
 def test_auto_takes_the_gpu_where_there_is_one(model: ModelFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "probe", one_gpu)
     monkeypatch.setattr(opening, "open_gpu", EmulatorBackend)

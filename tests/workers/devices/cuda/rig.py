@@ -1,6 +1,6 @@
 """What the tests of the CUDA device share: tiny models on it and on the reference, driven alike.
 
-Runs in: tests. The backend is the emulator; where pytest is asked for a GPU (tests/gpu) it is the real one.
+Runs in: tests. The backend is the one of `tests.workers.kernels.rig`: the emulator, and in tests/gpu a GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,15 +14,21 @@ from numpy.typing import NDArray
 from ds4.model_file import ModelFile
 from tests.support.device_driver import DeviceDriver, small_limits
 from tests.support.tiny_model import TinyShape, write_tiny_model
+from tests.workers.kernels import rig
 from workers.devices.cuda.backend import Backend
 from workers.devices.cuda.device import CudaDevice
-from workers.devices.emulator.backend import EmulatorBackend
 from workers.devices.interface import Limits
 from workers.devices.reference.device import ReferenceDevice
 from workers.model.program import Program
 from workers.model.registry import load_program
 
+needs_compiler = rig.needs_compiler
 PROMPT = [5, 9, 200, 31, 77, 12, 250, 8, 64, 3, 119, 40, 41, 42, 9, 9, 17, 100, 230, 1, 6, 88, 180]
+
+
+def new_backend() -> Backend:
+    """A fresh backend of the kind that is under test."""
+    return rig.emulator()
 
 
 def tiny_program(directory: Path, quant: str, shape: TinyShape | None = None, seed: int = 0) -> Program:
@@ -55,7 +61,7 @@ def pair(
     program: Program,
     *,
     limits: Limits | None = None,
-    make_backend: Callable[[], Backend] = EmulatorBackend,
+    make_backend: Callable[[], Backend] = new_backend,
     **options: Any,
 ) -> Iterator[Pair]:
     both = Pair(program, limits or small_limits(max_seats=8), make_backend(), **options)

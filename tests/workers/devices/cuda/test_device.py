@@ -12,12 +12,14 @@ from ds4.errors import ConfigError
 from ds4.generation import SamplingParams
 from tests.support.device_driver import small_limits
 from tests.support.tiny_model import TinyShape
-from tests.workers.devices.cuda.rig import PROMPT, Pair, distance, pair, tiny_program
+from tests.workers.devices.cuda.rig import PROMPT, Pair, distance, needs_compiler, pair, tiny_program
 from workers.devices.cuda.device import CudaDevice, memory_needs
 from workers.devices.emulator.backend import EmulatorBackend
 from workers.devices.interface import PREVIOUS_SAMPLE, SeatParams, StepBatch, StepResult
 from workers.model.program import Embed, Program
 from workers.sampling.sampler import HostSampler
+
+pytestmark = needs_compiler
 
 # Int8 activations: about 0.5 % a product, which random layers amplify; a wrong weight would give 1.
 # Floats differ by float16 keys and values, and by products with 10-bit mantissas in prompts.
@@ -321,7 +323,7 @@ def test_the_order_of_threads_changes_no_bit(program: Program) -> None:
 
 
 def test_nothing_is_allocated_once_it_is_loaded(program: Program) -> None:
-    with pair(program) as both:
+    with pair(program, make_backend=EmulatorBackend) as both:
         backend = both.cuda._backend
         assert isinstance(backend, EmulatorBackend)
         before = backend.num_allocations

@@ -8,10 +8,12 @@ from numpy.typing import NDArray
 
 from ds4.generation import SamplingParams
 from tests.support.device_driver import small_limits
-from tests.workers.devices.cuda.rig import PROMPT, Pair, pair, tiny_program
+from tests.workers.devices.cuda.rig import PROMPT, Pair, needs_compiler, pair, tiny_program
 from workers.devices.interface import PREVIOUS_SAMPLE, Device, SeatParams, StepBatch, StepResult
 from workers.model.program import Program
 from workers.sampling.interface import NO_TOKEN, MaskSource, MaskWork
+
+pytestmark = needs_compiler
 
 GREEDY = SamplingParams(temperature=0.0)
 FREE, OTHER = 1, 2  # seats without and with constraints beside seat 0

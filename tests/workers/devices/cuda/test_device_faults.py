@@ -12,7 +12,7 @@ from ds4.errors import ConfigError
 from ds4.model_file import ModelFile
 from tests.support.device_driver import small_limits
 from tests.support.tiny_model import write_tiny_model
-from tests.workers.devices.cuda.rig import PROMPT, pair, tiny_program
+from tests.workers.devices.cuda.rig import PROMPT, needs_compiler, pair, tiny_program
 from workers.devices.cuda import opening
 from workers.devices.cuda.backend import Argument, DeviceArray, Kernel
 from workers.devices.cuda.device import CudaDevice
@@ -22,6 +22,8 @@ from workers.devices.emulator.memory import EmulatorArray
 from workers.devices.interface import DeviceFaultError
 from workers.model.program import Program
 from workers.model.registry import load_program
+
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,14 @@ import pytest
 from numpy.typing import NDArray
 
 from ds4.generation import SamplingParams
+from tests.workers.devices.cuda.rig import needs_compiler, new_backend
 from workers.devices.cuda.inputs import StepInputs
 from workers.devices.cuda.sampling import DeviceSampler, sampler_bytes
 from workers.devices.emulator.backend import EmulatorBackend
 from workers.devices.interface import Limits, SeatParams, StepBatch, StepResult
 from workers.sampling.sampler import HostSampler
+
+pytestmark = needs_compiler
 
 LIMITS = Limits(max_rows=32, max_seats=16, max_context_tokens=256, num_pages=64)
 VOCAB = 301  # of no multiple
@@ -22,7 +25,7 @@ class Both:
     """A sampler on the emulator and one on the host, given the same."""
 
     def __init__(self, vocab: int = VOCAB, *, thread_order: int = 0) -> None:
-        self.backend = EmulatorBackend(thread_order=thread_order)
+        self.backend = EmulatorBackend(thread_order=thread_order) if thread_order else new_backend()
         self.vocab = vocab
         self._inputs = StepInputs(self.backend, LIMITS, chunk_rows=16, has_decode_attention=True)
         self.device = DeviceSampler(self.backend, LIMITS, vocab)

@@ -14,8 +14,9 @@ import pytest
 from tests.support.nginx import free_port
 from tests.support.server import DEADLINE_S, Running, chat_request, complete, delta_text, serving, wait_until
 from tests.support.tiny_model import TinyShape, write_tiny_model
+from tests.workers.devices.cuda.rig import needs_compiler
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, needs_compiler]
 
 PROMPTS = ["hello world", "and the", "ring of words, and another", "x"]
 NUM_TOKENS = 20
