@@ -16,10 +16,20 @@ from ds4.text.arriving import SPACE, ArrivingText, Markers, Waiting
 from ds4.text.harmony import CLOSING as HARMONY_CLOSING
 from ds4.text.harmony import MARKERS as HARMONY_MARKERS
 from ds4.text.harmony import HarmonyReader
+from ds4.text.json_stream import is_json
 from ds4.text.reasoning import ReasoningReader, ThinkTags
-from ds4.text.tool_calls import EventSink, OutputEvent, ToolFormat, tool_types
+from ds4.text.tool_calls import (
+    ArgumentsDelta,
+    CallBegin,
+    EventSink,
+    OutputEvent,
+    TextDelta,
+    ToolFormat,
+    tool_types,
+)
 
 _NOTHING: Final = Markers(())
+_MAX_RECOVERIES: Final = 16
 
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,10 +45,9 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
         rendered: str,
         tools: Sequence[Mapping[str, Any]] | None = None,
         is_parallel: bool = True,
-        id_prefix: str = "call_",
     ) -> "OutputParser | None":
         """A parser for one stream of this prompt; None where there can be nothing but text."""
-        sink = EventSink(tool_types(tools or ()), is_parallel=is_parallel, id_prefix=id_prefix)
+        sink = EventSink(tool_types(tools or ()), is_parallel=is_parallel)
         source = ArrivingText()
         if self.harmony is not None:
             return OutputParser(source, sink, self.harmony.read(source, sink, has_tools=bool(tools)))
@@ -123,7 +132,17 @@ def _read(
 ) -> Waiting[None]:
     """The whole output: reasoning, then text with calls in it."""
     if reasoning is not None:
-        yield from reasoning.read(source, sink, is_open=sink.is_reasoning)
+        thought: list[str] = []
+
+        def reason(text: str) -> None:
+            sink.reasoning(text)
+            if tools is not None:
+                thought.append(text)
+
+        never_ended = yield from reasoning.read(source, sink, reason, is_open=sink.is_reasoning)
+        if never_ended and tools is not None:
+            _recover("".join(thought), sink, tools)
+        del thought
     openers = _NOTHING if tools is None else Markers(tools.openers)
     if tools is not None and tools.is_bare:
         yield from _block(source, sink, tools, "")
@@ -133,6 +152,40 @@ def _read(
             return
         assert tools is not None
         yield from _block(source, sink, tools, opener)
+
+
+def _recover(thought: str, sink: EventSink, tools: ToolFormat) -> None:
+    """Take calls that stand at the very end of reasoning that never ended for what they are.
+
+    Models forget to close their reasoning first. All of it has gone out as reasoning already.
+    """
+    openers = Markers(tools.openers)
+    match = openers.search(thought, 0)
+    for _ in range(_MAX_RECOVERIES):
+        if match is None:
+            return
+        source, found = ArrivingText(), EventSink(sink.tools)
+        parser = OutputParser(source, found, _read(source, found, None, tools))
+        events = [*parser.push(thought[match.start() :]), *parser.finish()]
+        if not any(isinstance(event, TextDelta) for event in events) and _are_whole(events):
+            for event in events:
+                if isinstance(event, CallBegin):
+                    sink.begin(event.name)
+                elif isinstance(event, ArgumentsDelta):
+                    sink.arguments(event.text)
+                else:
+                    sink.end()
+            return
+        match = openers.search(thought, match.end())
+
+
+def _are_whole(events: Sequence[OutputEvent]) -> bool:
+    """Whether these are calls whose arguments are JSON."""
+    arguments: dict[int, str] = {}
+    for event in events:
+        if isinstance(event, ArgumentsDelta):
+            arguments[event.index] = arguments.get(event.index, "") + event.text
+    return bool(arguments) and all(map(is_json, arguments.values()))
 
 
 def _block(source: ArrivingText, sink: EventSink, tools: ToolFormat, opener: str) -> Waiting[None]:

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from ds4.text.arriving import SPACE, ArrivingText, Markers, Waiting
+from ds4.text.arriving import SPACE, ArrivingText, Emit, Markers, Waiting
 from ds4.text.tool_calls import EventSink
 
 
@@ -59,8 +59,8 @@ class ReasoningReader:
         self._open = Markers((tags.open,))
         self._close = Markers((tags.close,))
 
-    def read(self, source: ArrivingText, sink: EventSink, *, is_open: bool) -> Waiting[bool]:
-        """Read up to where the answer begins. Returns whether there was reasoning that never ended.
+    def read(self, source: ArrivingText, sink: EventSink, emit: Emit, *, is_open: bool) -> Waiting[bool]:
+        """Read up to where the answer begins; `emit` gets the reasoning. Returns whether it never ended.
 
         Only at the very start a tag counts: in the middle of an answer it is text about tags. The line
         breaks inside and after the tags belong to the format.
@@ -78,7 +78,7 @@ class ReasoningReader:
             source.forget_mark()
         sink.is_reasoning = True
         yield from source.skip("\r\n")
-        if (yield from source.until(self._close, sink.reasoning, trims=True)) is None:
+        if (yield from source.until(self._close, emit, trims=True)) is None:
             return True
         sink.is_reasoning = False
         yield from source.skip("\r\n")

@@ -50,21 +50,19 @@ OutputEvent = TextDelta | ReasoningDelta | CallBegin | ArgumentsDelta | CallEnd
 
 # JSON types that a tool's schema allows, for each of its parameters; empty: anything.
 ParameterTypes = Mapping[str, frozenset[str]]
+_PREFIX: Final = "call_"
 _ANYTHING: Final[frozenset[str]] = frozenset()
 
 
 class EventSink:
     """Collects the events of one stream, one kind after the other joined. Owned by its parser."""
 
-    def __init__(
-        self, tools: Mapping[str, ParameterTypes], *, is_parallel: bool = True, id_prefix: str = "call_"
-    ) -> None:
+    def __init__(self, tools: Mapping[str, ParameterTypes], *, is_parallel: bool = True) -> None:
         self.tools: Final = tools
         self.num_calls = 0
         self.is_reasoning = False  # what is being read belongs to the reasoning
         self.is_full = False  # the one call that was allowed is complete: nothing is taken any more
         self._is_parallel = is_parallel
-        self._id_prefix = id_prefix
         self._events: list[OutputEvent] = []
         self._kind: type[TextDelta | ReasoningDelta | ArgumentsDelta] | None = None
         self._texts: list[str] = []
@@ -81,8 +79,7 @@ class EventSink:
         """A call begins. From here on it is one, whatever follows."""
         if not self.is_full:
             self._close()
-            call_id = self._id_prefix + secrets.token_hex(12)
-            self._events.append(CallBegin(self.num_calls, call_id, name))
+            self._events.append(CallBegin(self.num_calls, _PREFIX + secrets.token_hex(12), name))
             self.num_calls += 1
 
     def arguments(self, text: str) -> None:

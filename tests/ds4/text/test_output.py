@@ -110,13 +110,13 @@ def test_only_the_first_call_counts_where_parallel_ones_are_not_wanted() -> None
     assert done == [(False, False), (True, True)]
 
 
-def test_ids_are_different_and_keep_their_prefix() -> None:
-    parser = HERMES.parser(rendered="", tools=TOOLS, id_prefix="toolu_")
+def test_ids_are_different() -> None:
+    parser = HERMES.parser(rendered="", tools=TOOLS)
     assert parser is not None
     events = parser.push('<tool_call>{"name":"ping"}\n{"name":"ping"}</tool_call>')
     ids = {event.id for event in events if isinstance(event, CallBegin)}
     assert len(ids) == 2
-    assert all(len(each) > 20 and each.startswith("toolu_") for each in ids)
+    assert all(len(each) > 20 and each.startswith("call_") for each in ids)
 
 
 def test_finishing_twice_changes_nothing() -> None:

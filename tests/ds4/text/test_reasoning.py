@@ -74,6 +74,31 @@ def test_a_call_inside_reasoning_that_went_on_is_reasoning() -> None:
     assert parse_every_way(THINK, output, rendered=OPENED) == split(output.split("</think>")[0], "So.")
 
 
+def test_a_call_at_the_end_of_reasoning_that_never_ended_is_one() -> None:
+    block = '<tool_call>{"name": "ping"}</tool_call>'
+    output = f"or <tool_call>? {block}\n{block}\n"
+    assert parse_every_way(THINK, output, rendered=OPENED) == [
+        ("reasoning", output),
+        *call(0, "ping", "{}"),
+        *call(1, "ping", "{}"),
+    ]
+    only_one = parse_every_way(THINK, output, rendered=OPENED, is_parallel=False)
+    assert only_one == [("reasoning", output), *call(0, "ping", "{}")]
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        'or <tool_call>{"name": "ping"}</tool_call> or not',
+        'or <tool_call>{"name": "ping", "arguments": {"a": ',
+        'or <tool_call>{"name": "ping", "arguments": {"a": tru}}</tool_call>',
+        "<tool_call>" * 40,
+    ],
+)
+def test_a_call_that_was_only_thought_about_is_none(output: str) -> None:
+    assert parse_every_way(THINK, output, rendered=OPENED) == [("reasoning", output)]
+
+
 @moderately
 @given(st.text(), st.text(), st.integers(0, 1 << 30))
 def test_any_reasoning_and_any_answer_come_out(reasoning: str, answer: str, seed: int) -> None:
