@@ -237,7 +237,11 @@ def main() -> int:
             for name, model in models.items():
                 found[name][0].append(peers(arguments.peer, model, shape))
                 found[name][1].append(ours(model, shape))
-            print(f"round {number + 1}: load {os.getloadavg()[0]:.1f}", file=sys.stderr)
+            latest = {
+                name: rounds[1][-1]["prefill"] / rounds[0][-1]["prefill"] for name, rounds in found.items()
+            }
+            shown = ", ".join(f"{name} prefill ratio {ratio:.2f}" for name, ratio in latest.items())
+            print(f"round {number + 1}: load {os.getloadavg()[0]:.1f}, {shown}", file=sys.stderr)
     plain = arguments.context == 128 and not arguments.busy
     for name, (peer, own) in found.items():
         report(name, peer, own, show_targets=plain)

@@ -211,11 +211,10 @@ def make_matmul(library: Library, kind: WeightKind) -> Callable[..., Any]:
     wide = library.target.has_wide_registers
     many, some, few = (12, 8, 4) if wide else (4, 2, 1)
     two_tile_kernel = make(library, kind, 2, 1)
-    two_by_two_kernel = make(library, kind, 2, 2)
-    two_by_four_kernel = make(library, kind, 2, 4)
+    two_by_two_kernel = make(library, kind, 2, 2) if wide else two_tile_kernel
+    two_by_four_kernel = make(library, kind, 2, 4) if wide else two_tile_kernel
     many_kernel, some_kernel, few_kernel = (make(library, kind, 1, rows) for rows in (many, some, few))
     bytes_a_block = block_bytes(kind)
-    # A row's first input lies this far from the row before it.
     record_bytes = RECORD_BYTES
 
     @jit
