@@ -8,6 +8,7 @@ that needs it and replaced when one was too much for it.
 import asyncio
 import contextlib
 import logging
+import signal
 import struct
 import sys
 from collections import OrderedDict
@@ -25,6 +26,9 @@ _log = logging.getLogger(__name__)
 _LENGTH: Final = struct.Struct("<I")
 _START_S: Final = 60.0  # reading a large vocabulary on a busy machine
 _PATIENCE_S: Final = 15.0  # in the queue for the child, before a client is told to come back
+_DYING_S: Final = 0.2  # for an idle one to notice that its input is closed, for a dead one to be reaped
+# Ended by somebody else, not by what it was given: worth another attempt.
+_BY_OTHERS: Final = (-signal.SIGKILL, -signal.SIGTERM)
 _MAX_CACHED: Final = 512
 _MAX_CACHED_CHARS: Final = 16 << 20
 _TOO_MUCH: Final = Verdict(
@@ -97,20 +101,22 @@ class GrammarCompiler:
             self._lock.release()
 
     async def _ask(self, source: GrammarSource) -> Verdict:
-        child = await self._started()
-        assert child.stdin is not None
         raw = msgspec.msgpack.encode(source)
-        try:
-            child.stdin.write(_LENGTH.pack(len(raw)) + raw)
-            await child.stdin.drain()
-            return await self._answer(child, 2 * MAX_CHECK_S)  # its own alarm is set to half of that
-        except (_ChildLostError, ConnectionError):
-            _log.warning("a grammar took too much time or memory and was refused")
-            await self._end_child()
-            return _TOO_MUCH
-        except asyncio.CancelledError:
-            await self._end_child()  # its answer would be taken for the next one's
-            raise
+        for _ in range(2):
+            child = await self._started()
+            assert child.stdin is not None
+            try:
+                child.stdin.write(_LENGTH.pack(len(raw)) + raw)
+                await child.stdin.drain()
+                return await self._answer(child, 2 * MAX_CHECK_S)  # its own alarm is set to half of that
+            except (_ChildLostError, ConnectionError):
+                if await self._end_child() not in _BY_OTHERS:
+                    break
+            except asyncio.CancelledError:
+                await self._end_child()  # its answer would be taken for the next one's
+                raise
+        _log.warning("a grammar took too much time or memory and was refused")
+        return _TOO_MUCH
 
     async def _started(self) -> asyncio.subprocess.Process:
         if self._child is not None and self._child.returncode is None:
@@ -146,12 +152,22 @@ class GrammarCompiler:
         except (asyncio.IncompleteReadError, TimeoutError) as error:
             raise _ChildLostError from error
 
-    async def _end_child(self) -> None:
+    async def _end_child(self) -> int:
+        """Its exit status; 0 where it still ran, or there was none."""
         child, self._child = self._child, None
         if child is None:
-            return
+            return 0
         if child.stdin is not None:
             child.stdin.close()
-        with contextlib.suppress(ProcessLookupError):
-            child.kill()
-        await child.wait()
+        try:
+            async with asyncio.timeout(_DYING_S):
+                return await child.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+            await child.wait()
+            return 0
+        except asyncio.CancelledError:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+            raise
