@@ -1,6 +1,7 @@
 // Rows of a weight matrix as floats: the embedding of tokens, and whole matrices for cuBLAS.
 //
-// FORMAT: the table's GGML type. Grid: embed (rows), dequantise (tiles of 16 outputs). Precision: the values
+// FORMAT: the table's GGML type. Grid: embed (rows), dequantise (tiles of 16 outputs).
+// Shared memory: none. Precision: the values
 // of the format exactly, then `scale` in float32 (embed) or rounding to bfloat16 (dequantise).
 // Reference: `workers/quant/dequantise.py`.
 #include "formats.cuh"

@@ -1,5 +1,6 @@
 // Rows times a matrix of F32, F16 or BF16 weights, chosen by FORMAT, row-major [outputs, inputs].
 //
+// Precision: float_vector float32; float_matrix as below.
 // float_vector: up to ROWS rows by float32 products; a row's order is the same whatever ROWS and the batch,
 // which makes it the batch-invariant kernel too. float_matrix: many rows on the tensor cores with tf32
 // operands (10-bit mantissas: F16 and BF16 weights are exact, activations and F32 weights are rounded).

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from workers.kernels.sources import FOLDER, Kernel, compile_options, source_text
+from workers.kernels.sources import Kernel, compile_options, launch_bounds, source_text
 
 
 class Architecture(msgspec.Struct, frozen=True):
@@ -40,7 +40,6 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
 )
 _RESERVED_SHARED: Final = 1024  # of a block, taken by the system
 _REGISTER_UNIT: Final = 256  # registers of a warp are given out in such units
-_BOUND: Final = re.compile(r"__launch_bounds__\((\d+)[^)]*\)\s+(\w+)\(")
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,11 +63,6 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
             architecture.shared_bytes // shared,
         )
         return blocks * self.threads / architecture.threads
-
-
-def launch_bounds(source: str) -> dict[str, int]:
-    """Entry point to the threads of its block."""
-    return {entry: int(threads) for threads, entry in _BOUND.findall((FOLDER / source).read_text())}
 
 
 @cache

@@ -1,7 +1,8 @@
 // Any number of rows times a quantised matrix, on the tensor cores with int8 operands.
 //
 // Weights are operand A (16 outputs), activations operand B (8 rows), straight from memory in fragment
-// order: no shuffle, no unpacking of activations. The integer sums of 32 (16) inputs are exact.
+// order: no shuffle, no unpacking of activations. Precision: the integer sums
+// of 32 (16) inputs are exact, everything else is float32.
 // Order of the float32 sum, the same in every kernel of this file: inputs are cut into 8 slices of whole
 // units, a slice adds block by block, then the slices are added in order. So all kernels give the same bits
 // for a row, whatever the batch: any of them may be chosen by speed alone.

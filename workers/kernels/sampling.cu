@@ -1,7 +1,7 @@
 // One token for every sampled row: penalties, bias, masks, filters, the draw, log-probabilities.
 //
-// Owns: the layouts `Seat` and `Result`, which `sampling_layout.py` repeats. Precision and order are those of the
-// host sampler (workers/sampling/sampler.py), which is the reference: float32 for logits and weights. Only
+// Owns: the layouts `Seat` and `Result`, which `sampling_layout.py` repeats. Reference: the host sampler,
+// workers/sampling/sampler.py, whose order of operations this repeats. Precision: float32 for logits and weights. Only
 // sums differ: a weight is a whole number of 2^-44, so that sums have no rounding and no order and every
 // comparison of sums is exact; a result can differ where a sum is within 2^-26 of a limit.
 //

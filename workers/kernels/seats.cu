@@ -2,6 +2,7 @@
 //
 // Owns: nothing; `counts` [seats][vocab_size] are those of sampling.cu: how often an id was output, the highest bit
 // set where the prompt holds it. Runs in: between steps. Source: this project.
+// Shared memory: none. Precision: integers. Reference: workers/sampling/penalties.py, `Penalties`.
 #include "prelude.cuh"
 
 #define IN_PROMPT 0x80000000u

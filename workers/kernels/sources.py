@@ -93,6 +93,13 @@ def parameters(source: str) -> Mapping[str, tuple[ParameterKind, ...]]:
     return found
 
 
+@cache
+def launch_bounds(source: str) -> Mapping[str, int]:
+    """Entry point to the most threads a block of it may have, for every kernel of a file."""
+    text = _COMMENT.sub("", (FOLDER / source).read_text())
+    return {match[2]: int(match[1].split(",")[0]) for match in _ENTRY.finditer(text)}
+
+
 def signature(kernel: Kernel) -> str:
     """One letter per parameter."""
     return "".join(kind.value for kind in parameters(kernel.source)[kernel.entry])

@@ -21,7 +21,7 @@ from workers.devices.cuda.backend import Argument, DeviceArray, Kernel
 from workers.devices.emulator import compiler
 from workers.devices.emulator.memory import EmulatorArray
 from workers.devices.interface import DeviceFaultError
-from workers.kernels.sources import signature
+from workers.kernels.sources import launch_bounds, signature
 
 _MAX_COMPILERS: Final = 2  # g++ processes at once
 
@@ -231,6 +231,9 @@ class EmulatorBackend:
     ) -> None:
         """Queue one kernel; values and addresses are fixed now."""
         cells = [_bits(cell) for cell in convert(kernel, arguments)]
+        bound = launch_bounds(kernel.source)[kernel.entry]
+        if block > bound:
+            raise TypeError(f"{kernel.entry} is built for blocks of {bound} threads, not {block}")
         if kernel not in self._checked:
             self._refuse_in_capture("a kernel was loaded")
             self.prepare([kernel])

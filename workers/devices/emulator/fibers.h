@@ -345,9 +345,15 @@ static int launch(const char* name, void (*body)(void**), const unsigned* grid, 
     dynamic_shared = map_memory((MAX_SHARED_BYTES + 4095) & ~4095u);
   }
   dynamic_bytes = shared;
+  // The handler never returns into the thread and needs a stack of its own: the thread's may be what is used up.
+  static char handler_stack[64 * 1024];
+  stack_t own{}, outer{};
+  own.ss_sp = handler_stack;
+  own.ss_size = sizeof handler_stack;
+  sigaltstack(&own, &outer);
   struct sigaction action {};
   action.sa_sigaction = on_bad_access;
-  action.sa_flags = SA_SIGINFO | SA_NODEFER;
+  action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
   sigaction(SIGSEGV, &action, &outer_handlers[0]);
   sigaction(SIGBUS, &action, &outer_handlers[1]);
   const unsigned total = grid[0] * grid[1] * grid[2];
@@ -357,6 +363,7 @@ static int launch(const char* name, void (*body)(void**), const unsigned* grid, 
   }
   sigaction(SIGSEGV, &outer_handlers[0], nullptr);
   sigaction(SIGBUS, &outer_handlers[1], nullptr);
+  sigaltstack(&outer, nullptr);
   return message[0] != 0;
 }
 

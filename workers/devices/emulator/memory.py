@@ -92,7 +92,7 @@ class EmulatorArray:
 
     def part(self, start_byte: int, shape: int | tuple[int, ...], dtype: DTypeLike) -> "EmulatorArray":
         """An array in this one's memory."""
-        if start_byte % ALIGNMENT:
+        if start_byte % ALIGNMENT or start_byte < 0:
             raise ValueError(f"a part starts at a multiple of {ALIGNMENT} bytes, not at {start_byte}")
         kind = np.dtype(dtype)
         lengths = (shape,) if isinstance(shape, int) else shape

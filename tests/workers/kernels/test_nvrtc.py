@@ -1,0 +1,112 @@
+"""Every kernel becomes machine code for every supported GPU, within its budget of registers and memory.
+
+The only statements about speed that a machine without a GPU can make: nothing spills, nothing lies on a stack, and
+enough threads fit on a multiprocessor.
+"""
+
+from typing import Final
+
+import pytest
+
+from ds4.ggml_types import GgmlType
+from workers.kernels.nvrtc import ARCHITECTURES, CompilationError, compile_text, read_log, resources
+from workers.kernels.sources import FOLDER, launch_bounds, source_text
+from workers.quant.repack import FLOAT_TYPES, PACKABLE_TYPES, QUANTISED_TYPES
+
+pytest.importorskip(
+    "cuda.bindings.nvrtc",
+    reason="NVRTC's bindings are not installed: pip install cuda-bindings nvidia-cuda-nvrtc nvidia-cuda-runtime",
+)
+
+Defines = tuple[tuple[str, int], ...]
+
+# The fewest threads, in parts of what a multiprocessor holds. The products keep their operands in registers and
+# many loads in flight; attention is bound by its shared memory, of which sm_8x and sm_120 have less than half.
+_FEWEST: Final = {
+    "vector_1": 0.5,
+    "vector_2": 0.5,
+    "vector_4": 0.25,
+    "matrix_8": 0.35,
+    "matrix_16": 0.25,
+    "matrix_32": 0.25,
+    "matrix_64": 0.25,
+    "float_vector_1": 0.6,
+    "float_vector_4": 0.5,
+    "float_matrix": 0.4,
+    "attend_row": 0.03,
+    "attend_chunk": 0.12,
+    "sample": 0.25,
+}
+_OTHERS: Final = 0.75
+
+
+def _modules() -> list[tuple[str, Defines]]:
+    """Every file with every compile-time parameter that a model may need."""
+    found: list[tuple[str, Defines]] = [
+        (name, ()) for name in ("quantise.cu", "rope_append.cu", "sampling.cu")
+    ]
+    found += [("attention.cu", (("HEAD_SIZE", size), ("SPLIT_TOKENS", 128))) for size in (64, 128)]
+    found += [("embedding.cu", (("FORMAT", int(kind)),)) for kind in sorted(PACKABLE_TYPES)]
+    found += [("float_matmul.cu", (("FORMAT", int(kind)),)) for kind in sorted(FLOAT_TYPES)]
+    for kind in sorted(QUANTISED_TYPES):
+        found += [(name, (("FORMAT", int(kind)),)) for name in ("quantised_vector.cu", "quantised_matrix.cu")]
+    return found
+
+
+MODULES: Final = _modules()
+# All types on the two architectures that differ most; elsewhere one plain and one composed type.
+ALL_TYPES_ON: Final = ("sm_80", "sm_120")
+SOME_TYPES: Final = (int(GgmlType.F16), int(GgmlType.Q4_1), int(GgmlType.Q6_K))
+
+
+def _cases() -> list[tuple[str, str, Defines]]:
+    return [
+        (architecture, name, defines)
+        for architecture in ARCHITECTURES
+        for name, defines in MODULES
+        if architecture in ALL_TYPES_ON
+        or "FORMAT" not in dict(defines)
+        or dict(defines)["FORMAT"] in SOME_TYPES
+    ]
+
+
+def _name(value: object) -> str:
+    return "-".join(str(number) for _, number in value) if isinstance(value, tuple) else str(value)
+
+
+def test_every_file_is_compiled() -> None:
+    assert {name for name, _ in MODULES} == {path.name for path in FOLDER.glob("*.cu")}
+
+
+@pytest.mark.parametrize(("architecture", "name", "defines"), _cases(), ids=_name)
+def test_a_module_fits_its_budget(architecture: str, name: str, defines: Defines) -> None:
+    found = resources(name, defines, architecture)
+    assert set(found) == set(launch_bounds(name))
+    limits = ARCHITECTURES[architecture]
+    for entry, used in found.items():
+        assert used.spill_bytes == 0, entry
+        assert used.stack_bytes == 0, entry
+        assert used.shared_bytes <= 48 * 1024, entry
+        fewest = _FEWEST.get(entry, _OTHERS)
+        assert used.occupancy(limits) >= fewest, f"{entry}: {used}"
+
+
+def test_machine_code_has_the_instructions_that_were_meant() -> None:
+    code, _ = compile_text(
+        source_text("quantised_matrix.cu"), "quantised_matrix.cu", "sm_80", [("FORMAT", 12)]
+    )
+    assert code[:4] == b"\x7fELF"
+    assert len(code) > 4096
+
+
+def test_an_error_names_the_file_and_the_line() -> None:
+    text = source_text("rope_append.cu").replace("positions[row] += 1;", "positions[row] += nonsense;")
+    with pytest.raises(CompilationError, match=r'rope_append.cu\(\d+\): error: identifier "nonsense"'):
+        compile_text(text, "rope_append.cu", "sm_90", [])
+
+
+def test_a_kernel_that_uses_its_stack_is_seen() -> None:
+    text = """extern "C" __global__ void __launch_bounds__(32) stacked(int* out, int n) {
+        int v[64]; for (int i = 0; i < 64; ++i) v[i] = out[i * n]; out[0] = v[n]; }"""
+    _, log = compile_text(text, "stacked.cu", "sm_90", [])
+    assert read_log(log, {"stacked": 32})["stacked"].stack_bytes > 0
