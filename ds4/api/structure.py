@@ -47,7 +47,8 @@ def structured(
             asked.tools,
             choice.name if isinstance(choice, NamedTool) else None,
             layout,
-            is_parallel=asked.is_parallel,
+            # Who names a tool wants one call of it; a weak model would go on.
+            is_parallel=asked.is_parallel and not isinstance(choice, NamedTool),
             control_ids=control_ids,
         )
     thinking = _thinking(output, rendered, control_ids, has_calls=is_forced)

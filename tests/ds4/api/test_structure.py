@@ -132,6 +132,9 @@ def test_a_forced_call_is_a_grammar_and_its_answer_a_call(tmp_path: Path, choice
     async def scenario(front: Front) -> None:
         answer = await front.chat(max_tokens=60, tools=TOOLS, tool_choice=choice)
         assert "arguments_0: %json" in asked(front).grammar
+        assert ("call){0,15}" in asked(front).grammar) is (
+            choice == "required"
+        )  # a named tool is called once
         (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
         assert call["function"] == {"name": "look", "arguments": '{"at": "x"}'}
         assert answer.json()["choices"][0]["finish_reason"] == "tool_calls"
