@@ -52,6 +52,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=Tr
     `max_tokens` counts the whole output, the resumed part included. `grammar` is what the output has
     to match, in llguidance's own language (ds4/text/grammar.py writes it); it needs an end token among
     `stop_token_ids`, because that is what it ends with.
+
+    `scores_prompt`: nothing is generated; the prompt's own tokens from the second on come back, each with
+    its log-probability after those before it, and the ending with the last.
     """
 
     max_tokens: int
@@ -60,6 +63,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=Tr
     sampling: SamplingParams = SamplingParams()
     num_resumed_tokens: int = 0
     grammar: str = ""
+    scores_prompt: bool = False
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):

@@ -59,16 +59,26 @@ class Admission:
         self._check_prompt(submission.prompt, request)
         self._check_request(request)
         check_sampling(request.sampling, self._vocab_size)
-        return Sequence(
+        prompt, num_scored = submission.prompt, 0
+        if request.scores_prompt:
+            # What an earlier worker delivered is a part of the prompt again.
+            num_scored = request.num_resumed_tokens
+            prompt = prompt[: len(prompt) - num_scored]
+            if num_scored >= len(prompt):
+                raise RefusedError(f"a prompt of {len(prompt)} tokens has no {num_scored} scores")
+            request = msgspec.structs.replace(request, num_resumed_tokens=0)
+        sequence = Sequence(
             request_id=submission.request_id,
             slot=submission.slot,
             front_end=submission.front_end,
             arrival=next(self._arrivals),
             request=request,
-            prompt=token_array(submission.prompt.astype(np.uint32, copy=False).tobytes()),
+            prompt=token_array(prompt.astype(np.uint32, copy=False).tobytes()),
             max_context_tokens=self._max_context_tokens,
             submitted_s=self._clock(),
         )
+        sequence.num_scored = num_scored
+        return sequence
 
     def _check_prompt(self, prompt: NDArray[np.uint32], request: GenerationRequest) -> None:
         if len(prompt) == 0:

@@ -28,6 +28,7 @@ from workers.runner import Outcome, Runner
 from workers.sampling.grammar import Grammars
 from workers.scheduler.batch import Batch, Plan
 from workers.scheduler.scheduler import Scheduler
+from workers.scores import ScoreDelivery
 from workers.sequence import Sequence, Status
 
 log = logging.getLogger(__name__)
@@ -119,7 +120,9 @@ class Engine:
         self._clock = clock
         self._by_slot: dict[int, Sequence] = {}  # from submission until the ending is decided
         self._paused_slots: set[int] = set()
+        self._scores = ScoreDelivery(ring)
         self._drain_requested = False
+        self.handed_over = False  # left in the middle: a successor goes on with what ran
         self._drain_deadline_s: float | None = None
         self._status_due_s = 0.0
         self._was_busy = True
@@ -128,9 +131,13 @@ class Engine:
         """Finish what is here, refuse what comes, then return from `run`. Safe in a signal handler."""
         self._drain_requested = True
 
+    def request_hand_over(self) -> None:
+        """Return from `run` after the current step, ending nothing. Safe in a signal handler."""
+        self.handed_over = True
+
     def run(self) -> None:
-        """Until a requested drain is done. Raises DeviceFaultError; nothing was ended then."""
-        while True:
+        """Until a requested drain is done, or a hand-over. Raises DeviceFaultError; nothing was ended then."""
+        while not self.handed_over:
             if self._drain_requested and self._drained():
                 return
             if not self.step():
@@ -175,7 +182,9 @@ class Engine:
             self._by_slot[sequence.slot] = sequence
             if not sequence.request.grammar:
                 self._scheduler.enqueue(sequence)
-            if sequence.max_total <= len(sequence.tokens):  # nothing may be generated
+            if sequence.max_total <= len(sequence.tokens) or (
+                sequence.request.scores_prompt and sequence.num_scored == sequence.num_to_score
+            ):  # nothing may be generated, or is left to be scored
                 self._end(sequence, sequence.finish(FinishReason.LENGTH))
         for slot in polled.cancelled:
             cancelled = self._by_slot.get(slot)
@@ -209,6 +218,8 @@ class Engine:
     # --- the step
 
     def _compute(self) -> bool:
+        for sequence, end in self._scores.send(self._by_slot):
+            self._ended(sequence, end)
         self._look_at_paused()
         plan = self._scheduler.plan(self._paused_slots, may_preempt=self._runner.num_in_flight == 0)
         self._note(plan)
@@ -233,6 +244,7 @@ class Engine:
         slots = np.array(self._scheduler.candidate_slots(), np.int64)
         writable = self._ring.writable(slots) if len(slots) else np.ones(0, np.bool_)
         self._paused_slots = set() if writable.all() else set(slots[~writable].tolist())
+        self._paused_slots |= self._scores.owing
         if before or self._paused_slots:
             self._set_aside_slow()
 
@@ -307,9 +319,19 @@ class Engine:
         token_ids = result.token_ids[: result.num_samples].tolist()
         passed = result.ok[: result.num_samples].tolist()
         index = -1
+        end: GenerationEnd | None
         for span in outcome.batch.spans:
             sequence, samples = span.sequence, span.samples
             sequence.collect(span.num_rows, samples)
+            if span.scoring_seats:
+                index += span.num_rows
+                if sequence.status is Status.RUNNING and not self._scores.take(
+                    span, result, index - span.num_rows + 1
+                ):
+                    end = sequence.finish(FinishReason.ERROR, *failure_of(sequence))
+                    step.finals[sequence.slot] = end
+                    self._ended(sequence, end, is_sound=False)
+                continue
             if not samples:
                 continue
             index += 1
@@ -319,7 +341,7 @@ class Engine:
             if not passed[index]:
                 code, text = failure_of(sequence)
                 is_sound = code is not ErrorCode.NUMERIC
-                end: GenerationEnd | None = sequence.finish(FinishReason.ERROR, code, text)
+                end = sequence.finish(FinishReason.ERROR, code, text)
             else:
                 end = sequence.accept(token_ids[index])
             if not sequence.first_token_s:
@@ -329,10 +351,14 @@ class Engine:
             else:
                 step.finals[sequence.slot] = end
             if end is not None:
-                del self._by_slot[sequence.slot]
-                self._scheduler.leave(sequence, is_sound=is_sound)
-                self._note_end(sequence, end)
+                self._ended(sequence, end, is_sound=is_sound)
         return step
+
+    def _ended(self, sequence: Sequence, end: GenerationEnd, *, is_sound: bool = True) -> None:
+        """A sequence ended with a step."""
+        del self._by_slot[sequence.slot]
+        self._scheduler.leave(sequence, is_sound=is_sound)
+        self._note_end(sequence, end)
 
     # --- the end
 
@@ -422,10 +448,9 @@ class Engine:
 
     def _note_end(self, sequence: Sequence, end: GenerationEnd) -> None:
         now = self._clock()
-        self._metrics.observe(
-            "ds4_request_prefill_time_seconds", sequence.first_token_s - sequence.first_row_s
-        )
-        self._metrics.observe("ds4_request_decode_time_seconds", now - sequence.first_token_s)
+        prefilled_s = sequence.first_token_s or now  # none: its prompt was only scored
+        self._metrics.observe("ds4_request_prefill_time_seconds", prefilled_s - sequence.first_row_s)
+        self._metrics.observe("ds4_request_decode_time_seconds", now - prefilled_s)
         if end.reason is FinishReason.ERROR:
             log.error("request failed: %s", end.error_text, extra={"request_id": sequence.request_id})
 

@@ -13,6 +13,7 @@ from typing import Final, cast
 import msgspec
 import numpy as np
 
+from ds4.generation import SamplingParams
 from workers.devices.interface import (
     PREVIOUS_SAMPLE,
     Device,
@@ -24,6 +25,8 @@ from workers.devices.interface import (
 from workers.sampling.interface import Constraint
 from workers.scheduler.batch import Batch, Span
 from workers.sequence import Sequence
+
+_CERTAIN: Final = 1e9  # a bias that no logit of a model comes near
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -74,8 +77,13 @@ class Runner:
         """Queue one step. Raises DeviceFaultError."""
         for sequence in batch.seated:
             self._seat(sequence)
+        scored = [span for span in batch.spans if span.scoring_seats]
+        for span in scored:
+            self._seat_scores(span)
         buffer = self._buffers.popleft()
         self._fill(buffer, batch)
+        if scored:
+            self._fill_scored(buffer, batch)
         self._flights.append(_Flight(batch, buffer, self._clock()))
         self._device.submit(buffer)
 
@@ -104,6 +112,39 @@ class Runner:
             ),
         )
         self._table_sizes[sequence.seat] = 0
+
+    def _seat_scores(self, span: Span) -> None:
+        """Have each row "draw" the token that comes next anyway: then its log-probability is the score."""
+        sequence = span.sequence
+        num_logprobs = max(0, sequence.request.sampling.num_logprobs)
+        tokens = np.frombuffer(sequence.tokens, np.uint32)
+        for position, seat in enumerate(span.scoring_seats, span.start):
+            forced = SamplingParams(
+                temperature=0.0,
+                logit_bias=((int(tokens[position + 1]), _CERTAIN),),
+                num_logprobs=num_logprobs,
+            )
+            history = tokens[: position + 1]
+            self._device.seat(
+                seat, SeatParams(sampling=forced, history=history, num_prompt_tokens=len(history))
+            )
+
+    @staticmethod
+    def _fill_scored(buffer: StepBatch, batch: Batch) -> None:
+        """The rows to sample where some spans sample all of theirs."""
+        rows: list[int] = []
+        seats: list[int] = []
+        starts = buffer.sequence_starts.tolist()
+        for index, span in enumerate(batch.spans):
+            if span.scoring_seats:
+                rows += range(starts[index], starts[index + 1])
+                seats += span.scoring_seats
+            elif span.samples:
+                rows.append(starts[index + 1] - 1)
+                seats.append(span.sequence.seat)
+        buffer.num_samples = len(rows)
+        buffer.sample_rows[: len(rows)] = rows
+        buffer.sample_seats[: len(rows)] = seats
 
     def _fill(self, buffer: StepBatch, batch: Batch) -> None:
         spans = batch.spans

@@ -15,6 +15,7 @@ Counters, all in tokens or positions of the sequence:
 """
 
 from array import array
+from collections import deque
 from collections.abc import Iterable
 from enum import IntEnum
 from typing import Final, Protocol
@@ -39,6 +40,10 @@ _MOVES: Final = {
 }
 
 
+# A token of the prompt, its log-probability, and the best alternatives.
+Score = tuple[int, float, list[tuple[int, float]]]
+
+
 class Constraint(Protocol):
     """The grammar that the output has to match; what is inside is the device's business."""
 
@@ -53,6 +58,7 @@ class Sequence:
 
     __slots__ = (
         "arrival",
+        "backlog",
         "constraint",
         "end",
         "end_ids",
@@ -70,6 +76,8 @@ class Sequence:
         "num_registered",
         "num_sampling",
         "num_scheduled",
+        "num_scored",
+        "num_to_score",
         "page_digests",
         "pages",
         "paused_s",
@@ -120,6 +128,10 @@ class Sequence:
         self.num_scheduled = 0
         self.num_sampling = 0  # steps in flight that sample this sequence
         self.num_in_flight = 0  # steps in flight with rows of it
+        # Of a sequence that only has its prompt scored: the row of position p gives token p + 1 its score.
+        self.num_to_score: Final = self.num_origin - 1 if request.scores_prompt else 0
+        self.num_scored = 0  # leading positions whose scores were handed to a step, or to an earlier worker's
+        self.backlog: deque[Score] = deque()  # scores that are not sent yet
         self.num_preemptions = 0
         self.paused_s = 0.0  # since when its reader gives no credit; 0: it does
         self.submitted_s = submitted_s

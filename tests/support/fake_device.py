@@ -114,6 +114,8 @@ class FakeDevice:
         for index, seat in enumerate(seats):
             self._write(batch, index, seat, owners)
         token_ids, passed = [], []
+        sampled = batch.sample_seats[: batch.num_samples].tolist()
+        assert len(set(sampled)) == len(sampled), "a seat is sampled twice in a step"
         for row, seat in zip(
             batch.sample_rows[: batch.num_samples].tolist(),
             batch.sample_seats[: batch.num_samples].tolist(),
@@ -141,8 +143,11 @@ class FakeDevice:
         self._kv[cells] = tokens
 
     def _sample(self, batch: StepBatch, row: int, seat: int) -> tuple[int, bool]:
-        index = batch.sequence_seats[: batch.num_sequences].tolist().index(seat)
-        assert batch.sequence_starts[index] <= row < batch.sequence_starts[index + 1]
+        starts = batch.sequence_starts[: batch.num_sequences + 1]
+        index = int(np.searchsorted(starts, row, side="right")) - 1
+        forced = self._params[seat].sampling.logit_bias[:1]
+        if not forced:  # else a row that is scored: any seat will do
+            assert batch.sequence_seats[index] == seat
         position = int(batch.positions[row])
         tokens = self._kv[self._cells(batch, index, np.arange(position + 1))].tolist()
         assert _UNWRITTEN not in tokens, "a position was read that nobody computed"
@@ -150,7 +155,7 @@ class FakeDevice:
         assert len(tokens) == self._counts[seat], "the seat's history does not match its position"
         self._counts[seat] += 1
         sampling = params.sampling
-        token = next_token(tokens, self.vocab_size, sampling.seed)
+        token = forced[0][0] if forced else next_token(tokens, self.vocab_size, sampling.seed)
         while position + 1 < params.suppress_below and token in params.suppressed_ids:
             token = (token + 1) % self.vocab_size
         self._last[seat] = token

@@ -92,7 +92,9 @@ class StepBatch:
         self.sample_rows = np.zeros(
             seats, np.int32
         )  # [num_samples] ascending: rows whose next token is drawn
-        self.sample_seats = np.zeros(seats, np.int32)  # [num_samples] the seat of each
+        # [num_samples] the seat whose parameters each is drawn with, none twice. Where a prompt is scored,
+        # rows of one sequence are sampled on seats that no sequence has.
+        self.sample_seats = np.zeros(seats, np.int32)
 
 
 class Device(Protocol):

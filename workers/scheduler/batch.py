@@ -15,6 +15,7 @@ class Span(msgspec.Struct, frozen=True, gc=False):
     start: int
     num_rows: int
     samples: bool  # the last row's logits give the next token
+    scoring_seats: tuple[int, ...] = ()  # one for each row, where every row's logits give a score
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):

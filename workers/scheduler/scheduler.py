@@ -127,6 +127,7 @@ class Scheduler:
         self._pace.note(batch.num_rows - batch.num_decode, batch.num_rows, elapsed_s)
         for span in batch.spans:
             sequence = span.sequence
+            self._free_seats.extend(span.scoring_seats[1:])
             if sequence.status is Status.RUNNING:
                 if sequence.num_computed >= (sequence.num_registered + 1) * self.cache.page_tokens:
                     self.cache.register(sequence)
@@ -156,14 +157,33 @@ class Scheduler:
         for sequence, num_cached in newcomers:
             prompts.append(sequence)
             work.append(len(sequence.tokens) - num_cached)
+        scoring: list[tuple[Sequence, int]] = []
         for sequence, share in zip(prompts, share_rows(work, num_rows), strict=True):
             if share == 0:
                 continue
             if sequence.status is Status.WAITING:
                 self._seat(sequence)
                 seated.append(sequence)
-            start, count = sequence.num_scheduled, min(share, sequence.num_unscheduled)
+            if sequence.num_to_score and sequence.num_scheduled >= sequence.num_scored:
+                scoring.append((sequence, share))
+                continue
+            start, count = sequence.num_scheduled, min(share, _work(sequence, paused))
             yield Span(sequence, start, count, sequence.schedule(count))
+        for sequence, share in scoring:
+            yield self._scoring_span(sequence, share)
+
+    def _scoring_span(self, sequence: Sequence, max_rows: int) -> Span:
+        """Rows that are all scored, each on a seat of its own: the sequence's, and those that are free.
+
+        They are free again once the step was collected.
+        """
+        start, free = sequence.num_scheduled, self._free_seats
+        count = min(max_rows, sequence.num_to_score - start, 1 + len(free))
+        seats = (sequence.seat, *(free.pop() for _ in range(count - 1)))
+        sequence.num_scored += count
+        samples = sequence.schedule(count)
+        assert not samples
+        return Span(sequence, start, count, False, seats)
 
     def _seatable(self, paused: Collection[int]) -> Iterator[tuple[Sequence, int]]:
         """Waiting sequences for which there are seats and pages, and how much of each is cached.
@@ -181,7 +201,7 @@ class Scheduler:
                 continue
             if is_next and self._blocked == (sequence, self.cache.num_releases):
                 return
-            found = self.cache.find(sequence)
+            found = self._cached(sequence)
             needed = self._num_pages_needed(sequence, found)
             if needed > available:
                 if is_next:
@@ -194,6 +214,10 @@ class Scheduler:
             if seats == 0:
                 return
 
+    def _cached(self, sequence: Sequence) -> list[int]:
+        """Pages that need not be computed. What is to be scored has to be, whoever has it."""
+        return [] if sequence.num_to_score else self.cache.find(sequence)
+
     def _num_pages_needed(self, sequence: Sequence, found: list[int]) -> int:
         """By how much seating this sequence lowers the number of available pages."""
         count = self.cache.pages_for(len(sequence.tokens)) - len(found)
@@ -205,7 +229,7 @@ class Scheduler:
         Others were seated in between: they may have taken parked pages that this one was to share, but
         those were counted as taken, so there is room to compute them again.
         """
-        found = self.cache.find(sequence)
+        found = self._cached(sequence)
         count = self.cache.pages_for(len(sequence.tokens)) - len(found)
         pages = self.cache.take(found, count)
         self.waiting.remove(sequence, served=True)
@@ -224,6 +248,16 @@ def _arrival(sequence: Sequence) -> int:
 
 
 def _work(sequence: Sequence, paused: Collection[int]) -> int:
-    """Prompt rows that may be computed now: of a paused sequence all but the one that samples."""
+    """Prompt rows that may be computed now: of a paused sequence all but the one that samples.
+
+    One that is scored goes step by step, since the seats of its rows are given anew for each; what it
+    lost when it was set aside is computed again without scores.
+    """
+    if sequence.num_to_score:
+        if sequence.num_in_flight:
+            return 0
+        if sequence.num_scheduled < sequence.num_scored:
+            return sequence.num_scored - sequence.num_scheduled
+        return 0 if sequence.slot in paused else sequence.num_to_score - sequence.num_scored
     work = sequence.num_unscheduled
     return work - 1 if sequence.slot in paused else work
