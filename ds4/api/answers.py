@@ -88,13 +88,14 @@ async def stream_frames(
     with exchange.state.keep_alive.watching(stream):
         try:
             await each_choice(choices, run)
+            ending = await last()
         except ClientGoneError:
             raise
         except Exception as error:  # noqa: BLE001 - the request boundary: headers are out
             exchange.state.engine.metrics.add("ds4_request_errors_total")
             await stream.finish(failed(failure(error, exchange.request_id)))
             return
-    await stream.finish(await last())
+    await stream.finish(ending)
 
 
 class Collected:
