@@ -12,6 +12,8 @@ import msgspec
 
 MAX_TOP_LOGPROBS: Final = 20
 MAX_GRAMMAR_BYTES: Final = 256 * 1024
+MAX_STOP_IDS: Final = 4096
+MAX_BIASES: Final = 65_536
 NO_LOGPROBS: Final = -1
 
 

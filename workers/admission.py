@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from ds4.errors import ErrorCode
 from ds4.generation import (
+    MAX_BIASES,
+    MAX_STOP_IDS,
     MAX_TOP_LOGPROBS,
     NO_LOGPROBS,
     GenerationRequest,
@@ -25,8 +27,6 @@ from ds4.generation import (
 from ds4.ring.worker_end import Submission
 from workers.sequence import Sequence, token_array
 
-MAX_STOP_IDS: Final = 4096
-MAX_BIASES: Final = 65_536
 _SLICE_S: Final = 250e-6  # the window is slept in slices, each ended early by a bell
 
 

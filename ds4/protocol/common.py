@@ -18,7 +18,14 @@ import msgspec
 
 from ds4.config import Settings
 from ds4.errors import ContextOverflowError, RequestError
-from ds4.generation import MAX_TOP_LOGPROBS, NO_LOGPROBS, GenerationRequest, SamplingParams
+from ds4.generation import (
+    MAX_BIASES,
+    MAX_STOP_IDS,
+    MAX_TOP_LOGPROBS,
+    NO_LOGPROBS,
+    GenerationRequest,
+    SamplingParams,
+)
 from ds4.protocol.structured import Structure, StructureFields, structure_of
 
 MAX_CHOICES: Final = 128
@@ -264,6 +271,7 @@ def make_plan(
     structure = structure_of(fields)
     # A grammar ends with an end token, so it cannot do without.
     ends = () if fields.ignore_eos and structure is None else tuple(sorted(vocabulary.end_ids))
+    _at_most("stop_token_ids", len(stop_token_ids), MAX_STOP_IDS - len(vocabulary.end_ids))
     penalty_name = "repetition_penalty" if fields.repetition_penalty is not None else "repeat_penalty"
     penalty = fields.repetition_penalty if fields.repetition_penalty is not None else fields.repeat_penalty
     sampling = SamplingParams(
@@ -310,6 +318,13 @@ def _check_id(param: str, token_id: int, vocabulary_size: int) -> None:
             f"{param}: token id {token_id} is outside the vocabulary of {vocabulary_size}",
             param=param,
             code="invalid_value",
+        )
+
+
+def _at_most(param: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise RequestError(
+            f"{param} has {count} entries, {limit} are allowed", param=param, code="invalid_value"
         )
 
 
@@ -364,6 +379,7 @@ def _stops(value: str | list[str] | None) -> tuple[str, ...]:
 
 def _logit_bias(value: dict[str, float] | None, vocabulary_size: int) -> tuple[tuple[int, float], ...]:
     pairs: dict[int, float] = {}
+    _at_most("logit_bias", len(value or ()), MAX_BIASES)
     for key, bias in (value or {}).items():
         try:
             token_id = int(key)

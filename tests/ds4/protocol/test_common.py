@@ -190,6 +190,17 @@ def test_ends_of_the_vocabulary_stop_unless_ignored() -> None:
     assert _plan(stop_token_ids=[5], ignore_eos=True).stop_token_ids == (5,)
 
 
+@pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias"])
+def test_more_entries_than_the_worker_takes_are_refused_by_name(name: str) -> None:
+    vocabulary = Vocabulary(size=200_000, end_ids=frozenset({2, 7}))
+    ids = range(4095) if name == "stop_token_ids" else range(65_537)
+    value = list(ids) if name == "stop_token_ids" else dict.fromkeys(map(str, ids), 1.0)
+    body = decode_body(_DECODER, msgspec.json.encode({name: value}))
+    with pytest.raises(RequestError, match="allowed") as caught:
+        make_plan(body, SamplingDefaults(), vocabulary, num_logprobs=-1)
+    assert caught.value.param == name
+
+
 def test_stops_are_a_text_or_a_list_and_empty_ones_fall_out() -> None:
     assert _plan(stop="a").stops == ("a",)
     assert _plan(stop=["b", "", "a", "b"]).stops == ("b", "a")
