@@ -28,9 +28,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler decided. Without `batch` there is nothing to compute now."""
+    """What the scheduler decided. Without `batch` nothing can be computed now, or not before
+    what is in flight was collected.
+    """
 
     batch: Batch | None = None
-    must_collect: bool = False  # pages are short: collect all steps in flight, then plan again
     preempted: tuple[Sequence, ...] = ()
     too_large: tuple[Sequence, ...] = ()  # need more pages than exist, even alone; the caller ends them

@@ -66,7 +66,7 @@ class Scheduler:
         too_large: list[Sequence] = []
         while len(borders) > self.cache.num_available:
             if not may_preempt:
-                return Plan(must_collect=True)
+                return Plan()  # collect what is in flight first: it may free pages
             victim = max(self.running.values(), key=_arrival)
             if len(self.running) == 1:
                 too_large.append(victim)
