@@ -6,12 +6,14 @@ the worker, which has an entry point of its own and is started by name.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from ds4 import __version__, config
 from ds4.errors import ConfigError, RingError
+from ds4.pulse import Pulse, take_option
 
 EXIT_CONFIG: Final = 2
 
@@ -19,6 +21,8 @@ _USAGE: Final = """\
 usage: ds4-server [flags]            serve: one worker and its front ends on this machine
        ds4-server front [flags]      one front end alone (containers)
        ds4-server worker [flags]     the worker alone (containers)
+       ds4-server reload [flags]     replace the front ends of the running server, one by one
+       ds4-server reload worker      replace its worker by hand-over (both are loaded for a moment)
        ds4-server config [flags]     the settings in force; --markdown: the table; --env: an env file
        ds4-server ring [flags]       what goes on in the shared-memory ring right now
        ds4-server --help | --version
@@ -73,13 +77,13 @@ def environment_example() -> str:
 
 
 def _front(arguments: list[str]) -> int:
-    socket_fd: int | None = None
-    if arguments[:1] == ["--socket-fd"]:  # from the supervisor: the listening socket it bound
-        socket_fd, arguments = int(arguments[1]), arguments[2:]
+    # From the supervisor: the listening socket it bound, and where it looks for signs of life.
+    socket_fd, arguments = take_option(arguments, "--socket-fd")
+    pulse_fd, arguments = take_option(arguments, "--pulse-fd")
     settings = config.load_settings(arguments)
     from ds4.api.serve import run_front
 
-    return run_front(settings, socket_fd) or 0
+    return run_front(settings, socket_fd, Pulse(pulse_fd)) or 0
 
 
 def _serve(arguments: list[str]) -> int:
@@ -91,7 +95,7 @@ def _serve(arguments: list[str]) -> int:
 
 def _worker(arguments: list[str]) -> int:
     config.load_settings(arguments)  # a wrong flag is reported before another process starts
-    from ds4.supervisor import module_command
+    from ds4.children import module_command
 
     command = [*module_command("workers.main"), *arguments]
     os.execv(command[0], command)
@@ -112,6 +116,16 @@ def _config(arguments: list[str]) -> int:
     return 0
 
 
+def _reload(arguments: list[str]) -> int:
+    what = signal.SIGHUP
+    if arguments[:1] == ["worker"]:
+        what, arguments = signal.SIGUSR2, arguments[1:]
+    settings = config.load_settings(arguments)
+    from ds4.supervisor import reload
+
+    return reload(settings, what, lambda text: print(text, flush=True))
+
+
 def _ring(arguments: list[str]) -> int:
     settings = config.load_settings(arguments)
     from ds4.ring.dump import dump
@@ -127,6 +141,7 @@ _COMMANDS: Final[dict[str, Callable[[list[str]], int]]] = {
     "worker": _worker,
     "config": _config,
     "ring": _ring,
+    "reload": _reload,
 }
 
 

@@ -45,6 +45,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_front_ends: int = 16
     slots_per_front_end: int = 64
     drain_timeout_s: int = 30
+    worker_timeout_s: int = 120
+    front_end_timeout_s: int = 30
     # requests
     max_body_bytes: int = 32 * 1024 * 1024
     default_max_tokens: int = 0
@@ -59,6 +61,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # access
     api_key: str = ""
     api_key_file: str = ""
+    cache_isolation: str = "none"
     cors: str = ""
     # logs
     log_level: str = "info"
@@ -222,6 +225,20 @@ TABLE: Final[tuple[Setting, ...]] = (
         help="how long running requests may take to finish after SIGTERM, in seconds",
     ),
     Setting(
+        name="worker_timeout_s",
+        parse=_whole,
+        low=0,
+        high=86_400,
+        help="how long one step of the worker may take before it counts as hung and is replaced; 0: for ever",
+    ),
+    Setting(
+        name="front_end_timeout_s",
+        parse=_whole,
+        low=1,
+        high=86_400,
+        help="how long a front end may not come round before its requests are dropped and it is replaced",
+    ),
+    Setting(
         name="max_body_bytes",
         parse=_whole,
         low=1024,
@@ -251,7 +268,7 @@ TABLE: Final[tuple[Setting, ...]] = (
         parse=_whole,
         low=0,
         high=100,
-        help="how often a running request is resumed after the worker was lost, before its client gets an error",
+        help="how many crashes of the worker a running request survives before it counts as their cause",
     ),
     Setting(
         name="resume_timeout_s",
@@ -278,6 +295,11 @@ TABLE: Final[tuple[Setting, ...]] = (
         name="api_key", secret=True, help="keys that clients must send, comma-separated; empty: no key needed"
     ),
     Setting(name="api_key_file", help="file with one key per line, read at start"),
+    Setting(
+        name="cache_isolation",
+        choices=("none", "key"),
+        help="who shares cached prompt prefixes: everybody, or only requests with the same API key",
+    ),
     Setting(name="cors", help="allowed origins, comma-separated, or *; empty: no CORS headers"),
     Setting(
         name="log_level",

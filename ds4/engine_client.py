@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds4.config import Settings
-from ds4.errors import ErrorCode, RingError, RingFullError, RingUnavailableError, WorkerError
+from ds4.errors import (
+    ErrorCode,
+    RingError,
+    RingFullError,
+    RingUnavailableError,
+    WorkerError,
+    WorkerLostError,
+)
 from ds4.generation import (
     FinishReason,
     GenerationEnd,
@@ -33,13 +40,17 @@ from ds4.generation import (
 from ds4.metrics import Metrics
 from ds4.ring.front_end import FrontEndRing, RingStream
 from ds4.ring.states import WorkerState
+from ds4.suspects import SETTLE_S, Quarantine, Record, Turns
 
 _log = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.05  # between attempts to hand a resumed request to a worker that is there but full
+_TURN_LOOK_S: Final = 0.5  # how often a suspect that waits looks whether there is a worker at all
 _MAX_RETRY_AFTER_S: Final = 60
 # Endings after which the same request can succeed on the next worker.
 _WORKER_LOST: Final = frozenset({ErrorCode.DEVICE, ErrorCode.SHUTTING_DOWN})
+_NONE_CAME: Final = "the worker was lost and none came back in time"
+_QUARANTINED: Final = "the worker crashed each time it worked on this request, which is not tried again"
 
 
 class EngineClient:
@@ -61,6 +72,8 @@ class EngineClient:
         self.num_resuming = 0
         self.num_preparing = 0
         self._mean_duration_s = 1.0
+        self.quarantine = Quarantine(directory)
+        self._turns = Turns(self.ring.take_turn, self.ring.drop_turn)
 
     async def start(self) -> None:
         """Take a front-end place. Does not wait for a worker. Raises RingFullError, RingError."""
@@ -142,7 +155,8 @@ class EngineClient:
     ) -> "Generation":
         """Hand a request to the worker. `request_id` is for the log.
 
-        Raises RingUnavailableError while nothing can be served, RingFullError without a free slot.
+        Raises RingUnavailableError while nothing can be served, RingFullError without a free slot,
+        WorkerError for what is known to kill the worker.
         """
         if self.draining:
             raise RingUnavailableError("the server is shutting down")
@@ -151,6 +165,8 @@ class EngineClient:
         if self.num_resuming and self.ring.num_free_slots <= self.num_resuming:
             raise RingFullError("every slot is taken by a running request")  # they come first
         ids = np.asarray(prompt, dtype=np.uint32)
+        if self.quarantine.holds(ids, request.grammar):
+            raise WorkerError(_QUARANTINED, code=ErrorCode.QUARANTINED)
         generation = Generation(self, request, ids, self.submit(request, ids), request_id)
         self._running.add(generation)
         self._idle.clear()
@@ -180,8 +196,30 @@ class EngineClient:
                         continue
                     return stream
         except TimeoutError:
-            message = "the worker was lost and none came back in time"
-            raise WorkerError(message, code=ErrorCode.DEVICE) from None
+            raise WorkerError(_NONE_CAME, code=ErrorCode.DEVICE) from None
+        finally:
+            self.num_resuming -= 1
+
+    async def begin_turn(self) -> Callable[[], None]:
+        """Wait until a suspect may go on; the function that ends its turn.
+
+        Raises WorkerError when no worker came for `resume_timeout_s`.
+        """
+        loop = asyncio.get_running_loop()
+        self.num_resuming += 1
+        waiting = asyncio.ensure_future(self._turns.begin())
+        attached_s = loop.time()
+        try:
+            while not (await asyncio.wait((waiting,), timeout=_TURN_LOOK_S))[0]:
+                if self.ring.attached:
+                    attached_s = loop.time()
+                elif loop.time() - attached_s > self._settings.resume_timeout_s:
+                    raise WorkerError(_NONE_CAME, code=ErrorCode.DEVICE)
+            return waiting.result()
+        except BaseException:
+            if not waiting.cancel() and not waiting.cancelled() and waiting.exception() is None:
+                waiting.result()()
+            raise
         finally:
             self.num_resuming -= 1
 
@@ -233,7 +271,8 @@ class Generation:
         self._prompt = prompt
         self._stream = stream
         self._tokens = array("I")
-        self._attempts = 0
+        self._record = Record()
+        self._end_turn: Callable[[], None] | None = None  # while it goes on alone among suspects
         self._ended = False
         self._cancelled = False
         self._error: WorkerError | None = None
@@ -254,20 +293,24 @@ class Generation:
             while True:
                 try:
                     tokens, end = await self._stream.read()
-                except RingUnavailableError as loss:
+                except WorkerLostError as loss:
                     tokens, end = [], None
                     lost = str(loss)
+                    crashed = loss.crashed and (self._end_turn is not None or not loss.is_explained)
                 else:
                     self._tokens.extend([token.token_id for token in tokens])
                     if end is None:
+                        if self._end_turn is not None and self._record.is_proved(len(self._tokens)):
+                            self._leave_turn()
                         return tokens, None
                     lost = end.error_text if self._is_loss(end) else ""
+                    crashed = end.error_code == ErrorCode.DEVICE
                 if self._error is not None:
                     raise self._error
                 if self._cancelled:
                     end = end or GenerationEnd(FinishReason.CANCELLED)
                 elif lost or end is None:
-                    await self._resume(lost)
+                    await self._resume(lost, crashed)
                     if tokens:
                         return tokens, None
                     continue
@@ -286,24 +329,59 @@ class Generation:
             end.reason == FinishReason.ERROR and end.error_code in _WORKER_LOST and not self._client.draining
         )
 
-    async def _resume(self, why: str) -> None:
-        """Submit prompt and tokens so far again. Raises WorkerError when the budget is used up."""
-        self._attempts += 1
-        if self._attempts > self._client.resume_attempts:
-            message = f"the worker was lost ({why}) and the request was resumed too often"
-            raise WorkerError(message, code=ErrorCode.DEVICE)
+    async def _resume(self, why: str, crashed: bool) -> None:
+        """Submit prompt and tokens so far again. Raises WorkerError when the budget is used up.
+
+        A worker that left in order costs nothing of it.
+        """
         count = len(self._tokens)
+        if crashed:
+            self._record.crashed(count, asyncio.get_running_loop().time())
+            if self._record.num_crashes > self._client.resume_attempts:
+                self._give_up(why)
         _log.info(
             "a request lost its worker %d tokens in and is resumed: %s", count, why, extra=self._log_fields
         )
         if await self._resubmit():
             self._client.metrics.add("ds4_resumed_streams_total")
 
+    def _give_up(self, why: str) -> None:
+        """Raises WorkerError. What crashed the worker by itself is remembered."""
+        if self._end_turn is None:
+            message = f"the worker was lost ({why}) and the request was resumed too often"
+            raise WorkerError(message, code=ErrorCode.DEVICE)
+        self._client.quarantine.add(self._prompt, self.request.grammar)
+        self._client.metrics.add("ds4_requests_quarantined_total")
+        _log.error(
+            "quarantined after %d crashes of the worker", self._record.num_crashes, extra=self._log_fields
+        )
+        asyncio.get_running_loop().call_later(SETTLE_S, self._end_turn)
+        self._end_turn = None
+        raise WorkerError(_QUARANTINED, code=ErrorCode.QUARANTINED)
+
+    def _leave_turn(self) -> None:
+        if self._end_turn is not None:
+            self._end_turn()
+            self._end_turn = None
+
+    async def _submit_again(self, request: GenerationRequest, prompt: NDArray[np.uint32]) -> RingStream:
+        """Onto the ring; a suspect only in its turn, which it keeps until it is proved or lost."""
+        if not self._record.is_suspect or self._end_turn is not None:
+            return await self._client.resubmit(request, prompt)
+        end_turn = await self._client.begin_turn()
+        try:
+            stream = await self._client.resubmit(request, prompt)
+        except BaseException:
+            end_turn()
+            raise
+        self._end_turn = end_turn
+        return stream
+
     async def _resubmit(self) -> bool:
         """Submit prompt and tokens so far. False where `cancel` or `abort` came first."""
         request = msgspec.structs.replace(self.request, num_resumed_tokens=len(self._tokens))
         prompt = np.concatenate((self._prompt, np.array(self._tokens, np.uint32)))
-        resuming = self._resuming = asyncio.ensure_future(self._client.resubmit(request, prompt))
+        resuming = self._resuming = asyncio.ensure_future(self._submit_again(request, prompt))
         try:
             await asyncio.wait((resuming,))
         finally:
@@ -354,6 +432,7 @@ class Generation:
             return
         self._cancelled = True
         self._interrupt()
+        self._leave_turn()
         self._client.ended(self)  # nobody needs to read on for the slot to come back
 
     def abort(self, error: WorkerError) -> None:
@@ -372,6 +451,7 @@ class Generation:
             self._stream.cancel()
 
     def _finish(self) -> None:
+        self._leave_turn()
         if not self._ended:
             self._ended = True
             self._client.ended(self, asyncio.get_running_loop().time() - self._started_s)

@@ -17,6 +17,7 @@ class ErrorCode(IntEnum):
     DEVICE = 4  # the device failed and the sequence could not be replayed
     SHUTTING_DOWN = 5  # the worker's drain deadline passed
     GRAMMAR = 6  # the output cannot be made to match the request's grammar
+    QUARANTINED = 7  # in flight at too many crashes of the worker
 
 
 class Ds4Error(Exception):
@@ -54,8 +55,23 @@ class RingFullError(RingError):
     """No free slot at this front end, or no room in the shared directory: try again later."""
 
 
+class RingTakenError(RingError):
+    """Another worker lives in the shared directory."""
+
+
 class RingUnavailableError(RingError):
     """No worker is attached right now."""
+
+
+class WorkerLostError(RingUnavailableError):
+    """The worker of a running request is gone. `crashed`: it did not leave in order; `is_explained`: while
+    a suspect had its turn, which is then to blame.
+    """
+
+    def __init__(self, message: str, *, crashed: bool, is_explained: bool) -> None:
+        super().__init__(message)
+        self.crashed = crashed
+        self.is_explained = is_explained
 
 
 class RequestError(Ds4Error):

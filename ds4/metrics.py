@@ -273,6 +273,12 @@ TABLE: Final[tuple[Metric, ...]] = (
         help="Sequences continued on a new worker after theirs was lost.",
     ),
     Metric(
+        name="ds4_requests_quarantined_total",
+        kind="counter",
+        owner="front",
+        help="Sequences given up because the worker crashed on them alone.",
+    ),
+    Metric(
         name="ds4_http_responses_total",
         kind="counter",
         owner="front",

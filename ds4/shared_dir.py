@@ -23,7 +23,19 @@ SUPERVISOR_BYTE: Final = 4096
 _MEMORY: Final = Path("/dev/shm")
 _PREFIX: Final = "ds4-server-"
 # What the ring, the metrics and the response store keep there; nothing else in a configured directory is ever deleted.
-_OURS: Final = ("ring", ".ring.*", "*.bell", "prompts", "metrics", "responses.sqlite*")
+_OURS: Final = (
+    "ring",
+    ".ring.*",
+    "*.bell",
+    "prompts",
+    "metrics",
+    "responses.sqlite*",
+    "supervisor",
+    ".supervisor.new",
+    "quarantine",
+    "salt",
+    "control",
+)
 
 
 def _default_base() -> Path:
@@ -72,6 +84,17 @@ class Tenancy:
             if self._is_default:
                 _remove_if_empty(self.path)
         self._leases.abandon()
+
+
+def is_supervised(path: Path) -> bool:
+    """Whether a supervisor lives in this directory. Nothing is created."""
+    try:
+        leases = Leases(path, create=False)
+    except OSError:
+        return False
+    held = leases.is_held_by_other(SUPERVISOR_BYTE)
+    leases.abandon()
+    return held
 
 
 def sweep_orphans() -> None:

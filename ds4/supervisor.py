@@ -1,6 +1,7 @@
 """The all-in-one server: one worker and its front ends as children of this process.
 
-Owns the children, their listening sockets, the signals and the shared directory's life. Runs in
+Owns the listening sockets, the signals and the shared directory's life; the children are
+`ds4.children`'s, replacing them while all serve is `ds4.succession`'s. Runs in
 the `ds4-server` process, in one thread, which does nothing else: no model, no ring, no requests.
 
 Each front end gets a listening socket of its own, bound here to the same address with
@@ -11,7 +12,6 @@ keeps the sockets open, so what queued at a front end that died waits for its su
 """
 
 import contextlib
-import ctypes
 import errno
 import http.client
 import logging
@@ -19,8 +19,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,98 +26,33 @@ from typing import Final
 
 import msgspec
 
-import ds4
+from ds4.children import Child, ChildSpec, module_command
 from ds4.config import Settings, child_environment
 from ds4.errors import ConfigError
 from ds4.logs import setup_logging
 from ds4.models import resolve_model
-from ds4.shared_dir import Tenancy, sweep_orphans
+from ds4.shared_dir import Tenancy, is_supervised, shared_directory, sweep_orphans
+from ds4.succession import POLL_S, Notice, Succession
 
 _LOG: Final = logging.getLogger(__name__)
 
 EXIT_CONFIG: Final = 2
 BACKLOG: Final = 2048
 MAX_DEFAULT_FRONT_ENDS: Final = 8
-FIRST_DELAY_S: Final = 0.1
-LONGEST_DELAY_S: Final = 10.0
-HEALTHY_AFTER_S: Final = 10.0  # a child that lived this long starts again with the first delay
 MAX_FAILED_STARTS: Final = 6  # in a row, before the server was ever ready
 READY_POLL_S: Final = 0.1
+CHECK_S: Final = 0.5  # how often hung children are looked for
 KILL_GRACE_S: Final = 5.0  # past the drain deadline, which the children keep themselves
+STOPPED_AFTER_S: Final = 10.0  # silence of the worker's watchdog: it is stopped, not busy
 
-_PR_SET_PDEATHSIG: Final = 1
-_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How to start one child. `socket_fd` stays open across the start; the child must name it."""
-
-    name: str
-    command: tuple[str, ...]
-    socket_fd: int | None = None
-    is_worker: bool = False
-
-
-class Child:
-    """One child and its restarts. Owned and changed by the supervisor only."""
-
-    def __init__(self, spec: ChildSpec) -> None:
-        self.spec = spec
-        self.process: subprocess.Popen[bytes] | None = None
-        self.num_failures = 0
-        self.started_at = 0.0
-        self.restart_at = 0.0
-
-    @property
-    def running(self) -> bool:
-        """True until its end was noticed."""
-        return self.process is not None
-
-    def start(self, environment: dict[str, str]) -> None:
-        """Start it in a session of its own, so that Ctrl-C reaches the supervisor only."""
-        parent = os.getpid()
-        libc = ctypes.CDLL(None)
-
-        def die_with_parent() -> None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:  # it died before the line above
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        fds = () if self.spec.socket_fd is None else (self.spec.socket_fd,)
-        self.started_at = time.monotonic()
-        self.process = subprocess.Popen(
-            self.spec.command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            pass_fds=fds,
-            start_new_session=True,
-            preexec_fn=die_with_parent,  # one thread here, so forking with Python code is sound
-        )
-        _LOG.info("started", extra={"child": self.spec.name, "child_pid": self.process.pid})
-
-    def ended(self) -> int | None:
-        """Its exit code (negative: the signal) if it has just ended; None while it runs."""
-        code = None if self.process is None else self.process.poll()
-        if code is not None:
-            self.process = None
-        return code
-
-    def schedule_restart(self) -> float:
-        """Choose when to start again, later with each failure in a row; the delay in seconds."""
-        now = time.monotonic()
-        self.num_failures = 1 if now - self.started_at >= HEALTHY_AFTER_S else self.num_failures + 1
-        delay = float(min(FIRST_DELAY_S * 2.0 ** (self.num_failures - 1), LONGEST_DELAY_S))
-        self.restart_at = now + delay
-        return delay
-
-    def send(self, number: signal.Signals) -> None:
-        """Signal it, if it still runs."""
-        if self.process is not None:
-            self.process.send_signal(number)
+_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 class Supervisor:
-    """Starts the children, restarts what dies, and ends them in order. One thread, one `run`."""
+    """Starts the children, restarts what dies or hangs, replaces them on demand, and ends them in order.
+
+    One thread, one `run`. SIGHUP replaces the front ends one by one, SIGUSR2 the worker.
+    """
 
     def __init__(
         self,
@@ -130,6 +63,8 @@ class Supervisor:
         is_ready: Callable[[], bool],
         on_ready: Callable[[], None],
         listeners: Sequence[socket.socket] = (),
+        max_front_ends: int = 254,
+        notice: Notice | None = None,
     ) -> None:
         self._children = [Child(spec) for spec in children]
         self._environment = environment
@@ -139,47 +74,85 @@ class Supervisor:
         self._listeners = listeners
         self._was_ready = False
         self._exit_code = 0
+        self._checked_at = time.monotonic()
+        self._succession = Succession(self._children, environment, max_front_ends, notice)
+        self._has_terminal = _has_terminal()
 
     def run(self) -> int:
         """Serve until a signal or a failure that restarting cannot cure; the exit code."""
         with _wakeups() as wait:
             for child in self._children:
-                child.start(self._environment)
+                self._start(child)
             stopped_by = self._watch(wait)
             if stopped_by is not None and self._exit_code == 0:
                 _LOG.info("draining", extra={"signal": stopped_by.name})
             for listener in self._listeners:
                 listener.close()
             # Front ends first: the worker must outlive the streams it feeds.
-            fronts = [child for child in self._children if not child.spec.is_worker]
-            workers = [child for child in self._children if child.spec.is_worker]
+            everybody = self._everybody()
+            fronts = [child for child in everybody if not child.spec.is_worker]
+            workers = [child for child in everybody if child.spec.is_worker]
             for group in (fronts, workers):
                 if not self._stop(group, wait):
                     self._kill_all()
                     return 128 + int(signal.SIGTERM)
         return self._exit_code
 
+    def _everybody(self) -> list[Child]:
+        return [*self._children, *self._succession.others]
+
+    def _start(self, child: Child) -> None:
+        child.start(self._environment)
+        assert child.process is not None
+        _LOG.info("started", extra={"child": child.spec.name, "child_pid": child.process.pid})
+
     def _watch(self, wait: "Wait") -> signal.Signals | None:
         """Restart what ends. Returns at a stop signal, or None after a failure that is final."""
         while True:
-            signals = wait(self._next_deadline())
-            for number in signals:
+            for number in wait(self._next_deadline()):
                 if number in _STOP_SIGNALS:
                     return number
+                if number == signal.SIGHUP:
+                    if self._has_terminal and not _has_terminal():  # its window was closed
+                        return number
+                    self._succession.ask_for_front_ends()
+                elif number == signal.SIGUSR2:
+                    self._succession.ask_for_worker()
+            self._succession.step(time.monotonic())
             for child in self._children:
                 code = child.ended()
                 if code is not None and not self._restart(child, code):
                     return None
                 if not child.running and time.monotonic() >= child.restart_at:
-                    child.start(self._environment)
+                    self._start(child)
+            self._kill_hung()
             if not self._was_ready and self._is_ready():
                 self._was_ready = True
+                self._succession.announce()
                 self._on_ready()
+
+    def _kill_hung(self) -> None:
+        """End children that do not come round; the next look finds them ended and starts them again."""
+        now = time.monotonic()
+        was_away = now - self._checked_at > 4 * CHECK_S  # this process was stopped itself
+        self._checked_at = now
+        for child in self._everybody():
+            if was_away:
+                child.forgive()
+            silent_s = child.silent_s(now)
+            if 0 < child.spec.hang_after_s < silent_s:
+                _LOG.error(
+                    "child does not answer, killed",
+                    extra={"child": child.spec.name, "silent_s": round(silent_s, 1)},
+                )
+                child.send(signal.SIGKILL)
+                child.forgive()
 
     def _restart(self, child: Child, code: int) -> bool:
         """Plan the restart of a child that ended; False where restarting cannot help."""
-        if code == EXIT_CONFIG:  # it has said why, on the standard error we share
-            self._exit_code = EXIT_CONFIG
+        # After the first success a restart that cannot be is a mistake to wait out, not to stop for.
+        if code == EXIT_CONFIG and not self._was_ready:
+            self._exit_code = EXIT_CONFIG  # it has said why, on the standard error we share
             return False
         delay = child.schedule_restart()
         about = {"child": child.spec.name, "exit_code": code, "delay_s": delay}
@@ -191,12 +164,15 @@ class Supervisor:
         return True
 
     def _next_deadline(self) -> float | None:
-        """Seconds until something is due; None: only a signal matters."""
+        """Seconds until something is due."""
         now = time.monotonic()
         due = [child.restart_at - now for child in self._children if not child.running]
+        due.append(CHECK_S)
         if not self._was_ready:
             due.append(READY_POLL_S)
-        return max(0.0, min(due)) if due else None
+        if self._succession.is_busy:
+            due.append(POLL_S)
+        return max(0.0, min(due))
 
     def _stop(self, group: list[Child], wait: "Wait") -> bool:
         """SIGTERM to a group, then SIGKILL past the deadline. False when a second signal came."""
@@ -214,11 +190,20 @@ class Supervisor:
         return True
 
     def _kill_all(self) -> None:
-        for child in self._children:
+        for child in self._everybody():
             child.send(signal.SIGKILL)
-        for child in self._children:
+        for child in self._everybody():
             if child.process is not None:
                 child.process.wait()
+
+
+def _has_terminal() -> bool:
+    """Whether this process has a controlling terminal."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 Wait = Callable[[float | None], list[signal.Signals]]
@@ -228,9 +213,9 @@ Wait = Callable[[float | None], list[signal.Signals]]
 def _wakeups() -> Iterator[Wait]:
     """Signals as data: a function that waits for some, up to a number of seconds, and returns them."""
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    wanted = [signal.SIGCHLD]
-    # Under nohup a hang-up stays ignored.
-    wanted += [number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    wanted = [signal.SIGCHLD, signal.SIGUSR2, *_STOP_SIGNALS]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup a hang-up stays ignored
+        wanted.append(signal.SIGHUP)
     old = {number: signal.signal(number, lambda _number, _frame: None) for number in wanted}
     old_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
@@ -247,16 +232,6 @@ def _wakeups() -> Iterator[Wait]:
             signal.signal(number, handler)
         os.close(reader)
         os.close(writer)
-
-
-def module_command(module: str) -> tuple[str, ...]:
-    """The command that runs one of our modules with this interpreter.
-
-    Outside the source tree the current directory stays off the module path, so that a folder of
-    the user's that happens to be called `workers` is not run in place of ours.
-    """
-    in_source_tree = Path(ds4.__file__).parent.parent == Path.cwd()
-    return (sys.executable, *(() if in_source_tree else ("-P",)), "-m", module)
 
 
 def count_front_ends(settings: Settings) -> int:
@@ -352,6 +327,27 @@ def _answers_ready(host: str, port: int, num_front_ends: int) -> bool:
     return True
 
 
+def reload(settings: Settings, what: signal.Signals, announce: Callable[[str], None]) -> int:
+    """Have the running supervisor replace children; waits for the outcome. Raises ConfigError without one."""
+    directory = shared_directory(settings)
+    notice = Notice(directory)
+    state = notice.read()
+    if state is None or not is_supervised(directory):
+        raise ConfigError(
+            f"no ds4-server supervises {directory}; give the same --port or --shared-dir as to the server",
+            setting="shared_dir",
+        )
+    os.kill(state.pid, what)
+    wanted = state.num_asked + 1
+    while state.num_done < wanted:
+        time.sleep(POLL_S)
+        if not is_supervised(directory):
+            raise ConfigError("the server ended meanwhile")
+        state = notice.read() or state
+    announce(f"ds4-server: {state.failure or 'replaced'}")
+    return 1 if state.failure else 0
+
+
 def _curl_line(url: str, settings: Settings) -> str:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_key or settings.api_key_file else ""
     body = '{"messages": [{"role": "user", "content": "What is a GPU?"}], "max_tokens": 64, "stream": true}'
@@ -372,12 +368,19 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> int:
         sweep_orphans()
         tenancy = Tenancy(settings)
         children = [
-            ChildSpec(name="worker", command=module_command("workers.main"), is_worker=True),
+            ChildSpec(
+                name="worker",
+                command=module_command("workers.main"),
+                is_worker=True,
+                # A long step is no silence: the worker's own watchdog beats, and judges steps.
+                hang_after_s=STOPPED_AFTER_S if settings.worker_timeout_s else 0.0,
+            ),
             *(
                 ChildSpec(
                     name=f"front-{index}",
                     command=(*module_command("ds4"), "front", "--socket-fd", str(listener.fileno())),
                     socket_fd=listener.fileno(),
+                    hang_after_s=settings.front_end_timeout_s,
                 )
                 for index, listener in enumerate(sockets)
             ),
@@ -397,6 +400,8 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> int:
                     f"try: {_curl_line(url, settings)}"
                 ),
                 listeners=sockets,
+                max_front_ends=settings.max_front_ends,
+                notice=Notice(tenancy.path),
             ).run()
         finally:
             tenancy.end()

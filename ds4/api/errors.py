@@ -86,6 +86,7 @@ _WORKER: Final = {
     ErrorCode.GRAMMAR: _Rule(400, "invalid_request_error", "grammar_failed"),
     ErrorCode.NUMERIC: _Rule(500, "server_error", "numeric_error"),
     ErrorCode.DEVICE: _Rule(503, "service_unavailable_error", "worker_lost"),
+    ErrorCode.QUARANTINED: _Rule(500, "server_error", "request_quarantined"),
     ErrorCode.SHUTTING_DOWN: _Rule(503, "service_unavailable_error", "shutting_down"),
 }
 _INTERNAL: Final = _Rule(500, "server_error", "internal_error")

@@ -16,6 +16,8 @@ from ds4.errors import RingUnavailableError
 
 # Longer than any step: a balancer should look elsewhere, but what is queued here may still be served.
 WEDGED_S: Final = 60.0
+# A running worker's process shows itself four times a second, also during a long step.
+STOPPED_S: Final = 1.3
 
 
 class Health:
@@ -36,6 +38,8 @@ class Health:
         reason = engine.refusal
         if reason is None and engine.ring.worker_silent_s > WEDGED_S:
             reason = f"the worker has not answered for {engine.ring.worker_silent_s:.0f} s"
+        if reason is None and engine.ring.worker_stopped_s > STOPPED_S:
+            reason = f"the worker's process has not run for {engine.ring.worker_stopped_s:.1f} s"
         if reason is not None:
             return failure(RingUnavailableError(reason)).response()
         return document({"status": "ok"})

@@ -47,7 +47,7 @@ class Observe:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
                 if is_anthropic(scope["path"]):  # where Anthropic's clients look for it
                     message["headers"].append((b"request-id", request_id))
-                if self._state.engine.draining:  # the client's next request goes to a process that stays
+                if self._state.engine.draining or self._state.leaving:  # the client's next request goes to a process that stays
                     message["headers"].append((b"connection", b"close"))
                 status = int(message["status"])
                 self._state.engine.metrics.add("ds4_http_responses_total", label=f"{status // 100}xx")

@@ -6,6 +6,9 @@ Owns: the process's event loop, its signals and its drain. Runs in: front ends. 
 SIGTERM or SIGINT: not ready and nothing new is taken from that moment, but connections are still
 answered, so that a load balancer sees the 503; what runs may finish until the drain deadline, the
 rest gets an error event. A second signal ends the process at once.
+
+SIGUSR1: a successor serves on the same socket. Accept nothing more, answer what comes on the connections
+that are there, and end with the last of it, however long that takes.
 """
 
 import asyncio
@@ -14,6 +17,7 @@ import gc
 import logging
 import os
 import resource
+import signal
 import socket
 from pathlib import Path
 from types import FrameType
@@ -27,27 +31,57 @@ from ds4.config import Settings
 from ds4.errors import ConfigError, ErrorCode, WorkerError
 from ds4.logs import setup_logging
 from ds4.models import resolve_model
+from ds4.pulse import Pulse, Stage
 
 _log = logging.getLogger(__name__)
 
 _LAST_WORDS_S: Final = 2.0  # for error events to leave after the drain deadline
 _KEEP_ALIVE_S: Final = 75  # longer than nginx keeps its upstream connections
 _BACKLOG: Final = 2048
+_LEAVE_IDLE_S: Final = 5.0  # how long a connection that is silent is still listened to while leaving
+_LEAVE_POLL_S: Final = 0.1
 
 
 class FrontServer(uvicorn.Server):
     """uvicorn, with our drain before its shutdown. Owned by `run_front`."""
 
-    def __init__(self, config: uvicorn.Config, state: FrontState) -> None:
+    def __init__(self, config: uvicorn.Config, state: FrontState, pulse: Pulse | None = None) -> None:
         super().__init__(config)
         self._state = state
+        self._pulse = pulse or Pulse(None)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Until drained."""
         self._loop = asyncio.get_running_loop()
+        self._loop.add_signal_handler(signal.SIGUSR1, self._begin_leaving)
         await super().serve(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second, while serving."""
+        self._pulse.beat(Stage.SERVING if self._state.engine.ready else Stage.STARTING)
+        return await super().on_tick(counter)
+
+    def _begin_leaving(self) -> None:
+        if self._leaving is None and self.started:
+            self._leaving = asyncio.ensure_future(self._leave())
+
+    async def _leave(self) -> None:
+        assert self._loop is not None
+        _log.info("leaving to a successor", extra={"num_running": self._state.engine.num_running})
+        self._state.leaving = True
+        for server in self.servers:
+            server.close()
+        began_s = self._loop.time()
+        # A client may be sending on a connection that looks idle: closing it now would lose a request.
+        # uvicorn announces neither the end of a task nor of a connection, so this looks.
+        while self.server_state.connections and (  # noqa: ASYNC110
+            self.server_state.tasks or self._loop.time() < began_s + _LEAVE_IDLE_S
+        ):
+            await asyncio.sleep(_LEAVE_POLL_S)
+        self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """In place of uvicorn's: the signal is not raised again, a drained server ends with 0."""
@@ -78,7 +112,7 @@ class FrontServer(uvicorn.Server):
                 await self._state.engine.wait_idle()
 
 
-def run_front(settings: Settings, socket_fd: int | None = None) -> int:
+def run_front(settings: Settings, socket_fd: int | None = None, pulse: Pulse | None = None) -> int:
     """Serve until a signal; the exit code. `socket_fd` is a listening socket to use instead of binding.
 
     Raises ConfigError, ModelFileError, RingError before anything is served.
@@ -101,7 +135,7 @@ def run_front(settings: Settings, socket_fd: int | None = None) -> int:
             backlog=_BACKLOG,
         )
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            runner.run(_serve(state, FrontServer(config, state), listener))
+            runner.run(_serve(state, FrontServer(config, state, pulse), listener))
     return 0
 
 

@@ -67,6 +67,7 @@ class FrontState:
         self.settings = settings
         self.model = model
         self.engine = engine
+        self.leaving = False  # a successor takes the new connections
         self.keep_alive = KeepAlive()
         self.store = ResponseStore(settings, shared_directory(settings))
         self.grammars = GrammarCompiler(model.file.path)

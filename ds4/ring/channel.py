@@ -227,12 +227,12 @@ class Channel:
 
     # -- leaving
 
-    def close(self, reason: str) -> None:
-        """The end of this attachment: every request without an ending fails."""
+    def close(self, reason: str, *, crashed: bool = False, is_explained: bool = False) -> None:
+        """The end of this attachment: every request without an ending fails (see WorkerLostError)."""
         self.is_open = False
         self._bell.close()
         for stream in self._streams.values():
-            stream.fail(reason)
+            stream.fail(reason, crashed=crashed, is_explained=is_explained)
         self._streams.clear()
         self._free.clear()
 

@@ -29,7 +29,7 @@ from ds4.ring.directory import (
 )
 from ds4.ring.events import CorruptEventError
 from ds4.ring.fence import process_fence
-from ds4.ring.liveness import FIRST_FRONT_END_BYTE, WORKER_BYTE, Leases
+from ds4.ring.liveness import FIRST_FRONT_END_BYTE, SUSPECT_BYTE, WORKER_BYTE, Leases
 from ds4.ring.segment import attach_segment
 from ds4.ring.states import SlotStatus, WorkerState
 from ds4.ring.stream import RingStream
@@ -42,6 +42,7 @@ CHECK_INTERVAL_S: Final = 0.1
 CREDIT_WINDOW_TOKENS: Final = 512
 _PLACE_ATTEMPTS: Final = 10
 _PLACE_PAUSE_S: Final = 0.05
+_CUT_OFF: Final = "the worker cut this front end off"
 
 
 class FrontEndRing:
@@ -63,8 +64,11 @@ class FrontEndRing:
         self._ready = asyncio.Event()
         self._refused_inode = 0  # a segment we cannot use; said once
         self._preparing = 0
+        self._has_turn = False
         self._heartbeat = 0  # the worker's, as last seen
         self._heartbeat_s = 0.0  # when it last changed
+        self._pulse = 0  # the worker process's, as last seen
+        self._pulse_s = 0.0  # when it last changed
         self.num_wakes = 0  # bells answered
 
     # -- coming and going
@@ -160,6 +164,13 @@ class FrontEndRing:
         return 0.0 if self._channel is None else time.monotonic() - self._heartbeat_s
 
     @property
+    def worker_stopped_s(self) -> float:
+        """How long the attached worker's process has not run at all, a long step being no stop; 0 without
+        a worker, or with one that has no pulse.
+        """
+        return 0.0 if self._channel is None or not self._pulse else time.monotonic() - self._pulse_s
+
+    @property
     def num_free_slots(self) -> int:
         """Requests that could be submitted now."""
         return self._channel.num_free if self.attached and self._channel is not None else 0
@@ -204,6 +215,22 @@ class FrontEndRing:
         if self._channel is not None and self._channel.is_open:
             self._channel.set_preparing(count)
 
+    def take_turn(self) -> bool:
+        """Take the one place for suspects that all front ends share; False while another one has it."""
+        self._has_turn = self._leases is not None and self._leases.take(SUSPECT_BYTE)
+        return self._has_turn
+
+    def drop_turn(self) -> None:
+        """Give it back."""
+        self._has_turn = False
+        if self._leases is not None:
+            self._leases.drop(SUSPECT_BYTE)
+
+    @property
+    def _is_turn_taken(self) -> bool:
+        """Whether a suspect of any front end goes on alone."""
+        return self._has_turn or (self._leases is not None and self._leases.is_held_by_other(SUSPECT_BYTE))
+
     # -- watching
 
     def _tick(self) -> None:
@@ -225,7 +252,9 @@ class FrontEndRing:
                 with contextlib.suppress(CorruptEventError):
                     if channel.is_open:
                         channel.drain()  # what was published before the loss still counts
-                self._lose(reason)
+                # Who leaves in order says so; a process that cut us off still runs.
+                crashed = channel.segment.state != WorkerState.RETIRED and reason != _CUT_OFF
+                self._lose(reason, crashed=crashed)
         if self._channel is None and inode is not None and inode != self._refused_inode:
             try:
                 self._attach()
@@ -236,6 +265,9 @@ class FrontEndRing:
             heartbeat = self._channel.segment.words[layout.LIVE_HEARTBEAT]
             if heartbeat != self._heartbeat or self._channel is not channel:
                 self._heartbeat, self._heartbeat_s = heartbeat, time.monotonic()
+            pulse = self._channel.segment.words[layout.LIVE_PULSE]
+            if pulse != self._pulse or self._channel is not channel:
+                self._pulse, self._pulse_s = pulse, time.monotonic()
             self._advance(self._channel)
             self._channel.beat(time.monotonic_ns())
 
@@ -246,8 +278,10 @@ class FrontEndRing:
             return "the worker was replaced"
         if channel.segment.state == WorkerState.RETIRED:
             return "the worker left"
+        if channel.segment.state == WorkerState.FAILED:
+            return "the worker failed"
         if channel.is_open and not channel.is_echoed:
-            return "the worker cut this front end off"
+            return _CUT_OFF
         return ""
 
     def _published_inode(self) -> int | None:
@@ -259,7 +293,7 @@ class FrontEndRing:
     def _attach(self) -> None:
         try:
             segment = attach_segment(self.directory)
-            if segment.state == WorkerState.RETIRED:
+            if segment.state in (WorkerState.RETIRED, WorkerState.FAILED):
                 return
             channel = Channel(self.directory, segment, self.index, self._fence, self._window)
         except FileNotFoundError:
@@ -279,12 +313,12 @@ class FrontEndRing:
         else:
             self._ready.clear()
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, *, crashed: bool = False) -> None:
         channel, self._channel = self._channel, None
         self._ready.clear()
         if channel is not None:
             _log.info("detached: %s; open_requests=%d", reason, channel.num_open)
-            channel.close(reason)
+            channel.close(reason, crashed=crashed, is_explained=crashed and self._is_turn_taken)
 
     def _rung(self) -> None:
         assert self._bell is not None

@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 MAGIC: Final = 0x3130_474E_4952_3444  # "D4RING01", little-endian; stored last
-VERSION: Final = 1
+VERSION: Final = 2
 PAGE_BYTES: Final = 4096
 LINE_BYTES: Final = 128
 LINE_WORDS: Final = LINE_BYTES // 8
@@ -48,6 +48,7 @@ LIVE_HEARTBEAT: Final = 3 * LINE_WORDS  # monotonic ns of the last sweep
 LIVE_STATE: Final = 4 * LINE_WORDS  # states.WorkerState
 LIVE_STEPS: Final = 5 * LINE_WORDS  # publish calls so far
 LIVE_RUNNING: Final = 6 * LINE_WORDS  # sequences that hold a seat
+LIVE_PULSE: Final = 7 * LINE_WORDS  # counts up while the process runs, also during a long step; 0: never
 
 # Front-end block, one line each. Writer: that front end. Reader: worker (and /slots of the others).
 FRONT_NONCE: Final = 0  # random, odd; 0: left cleanly. Pairs with WORKER_ECHO

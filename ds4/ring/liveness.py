@@ -17,6 +17,7 @@ from typing import Final
 
 WORKER_BYTE: Final = 0
 FIRST_FRONT_END_BYTE: Final = 1
+SUSPECT_BYTE: Final = 5000  # the front end one of whose requests goes on alone; above every place
 LEASE_NAME: Final = "lease"
 
 _OFD_GETLK: Final = 36

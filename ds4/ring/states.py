@@ -18,6 +18,7 @@ class WorkerState(IntEnum):
     READY = 1
     DRAINING = 2  # running requests finish, new ones are refused
     RETIRED = 3  # gone cleanly; attach to the next segment
+    FAILED = 4  # gone after a fault; attach to the next segment
 
 
 class SlotState(IntEnum):

@@ -7,7 +7,7 @@ Source: ours.
 import asyncio
 from typing import Protocol
 
-from ds4.errors import RingUnavailableError
+from ds4.errors import WorkerLostError
 from ds4.generation import GenerationEnd, TokenEvent
 
 
@@ -26,9 +26,11 @@ class RingStream:
 
     __slots__ = (
         "_cancelled",
+        "_crashed",
         "_end",
         "_ended",
         "_events",
+        "_is_explained",
         "_limit",
         "_loss",
         "_num_read",
@@ -50,6 +52,8 @@ class RingStream:
         self._end: GenerationEnd | None = None
         self._ended = False  # the ending was read
         self._loss = ""  # why no ending will come
+        self._crashed = False  # and whether it was because the worker crashed
+        self._is_explained = False  # on somebody else
         self._num_received = 0
         self._num_read = 0
         self._cancelled = False
@@ -58,14 +62,14 @@ class RingStream:
     async def read(self) -> tuple[list[TokenEvent], GenerationEnd | None]:
         """Everything that arrived since the last read, and the ending once it came; waits for either.
 
-        Raises RingUnavailableError, after the last events, when the worker died, was replaced or cut
+        Raises WorkerLostError, after the last events, when the worker died, was replaced or cut
         this front end off. After an ending there is nothing more to read.
         """
         if self._ended:
             raise RuntimeError("read past the ending of a request")
         while not self._events and self._end is None:
             if self._loss:
-                raise RingUnavailableError(self._loss)
+                raise WorkerLostError(self._loss, crashed=self._crashed, is_explained=self._is_explained)
             if self._waiter is not None and not self._waiter.done():
                 raise RuntimeError("a stream has one reader")
             self._waiter = asyncio.get_running_loop().create_future()
@@ -105,9 +109,11 @@ class RingStream:
         self.wake()
         return True
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, *, crashed: bool = False, is_explained: bool = False) -> None:
         """The channel is lost and no ending will come."""
         self._loss = reason
+        self._crashed = crashed
+        self._is_explained = is_explained
         self.wake()
 
     def wake(self) -> None:

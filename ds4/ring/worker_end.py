@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ds4.errors import ErrorCode, RingError
+from ds4.errors import ErrorCode, RingError, RingTakenError
 from ds4.generation import FinishReason, GenerationEnd
 from ds4.ring import layout
 from ds4.ring.bell import Bell
@@ -71,7 +71,9 @@ class Polled(msgspec.Struct, frozen=True):
 class WorkerRing:
     """The only writer of the header, the worker blocks, status, texts and events of its segment.
 
-    Raises ConfigError for the directory, RingError when another worker lives in it.
+    Raises ConfigError for the directory, RingTakenError when another worker lives in it.
+
+    last_poll_s: when the worker's loop last came round.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class WorkerRing:
             raise unusable_directory(directory, error) from None
         if not self._leases.take(WORKER_BYTE):
             self._leases.abandon()
-            raise RingError(f"another worker serves {directory}; stop it or choose another --shared-dir")
+            raise RingTakenError(f"another worker serves {directory}; stop it or choose another --shared-dir")
         try:
             # Nobody can have submitted to this worker yet: all of this is the dead ones'.
             remove_segment(directory)
@@ -108,6 +110,8 @@ class WorkerRing:
             if isinstance(error, OSError):
                 raise unusable_directory(directory, error) from None
             raise
+        self.last_poll_s = time.monotonic()
+        self._pulses = 0
         self._evict_after_s = evict_after_s
         self._words = self._segment.words
         num = shape.num_front_ends
@@ -139,6 +143,11 @@ class WorkerRing:
         self._fence()
         for index in np.flatnonzero(self._live).tolist():
             self._ring_front_end(index)
+
+    def pulse(self) -> None:
+        """Show that the process runs, whatever its loop does. The only method for another thread."""
+        self._pulses += 1
+        self._words[layout.LIVE_PULSE] = self._pulses
 
     def set_num_running(self, num_running: int) -> None:
         """How many sequences hold a seat (display)."""
@@ -192,7 +201,7 @@ class WorkerRing:
 
     def poll(self) -> Polled:
         """Everything new: commands, front ends that came, left or died. Microseconds when nothing is."""
-        now = time.monotonic()
+        now = self.last_poll_s = time.monotonic()
         if (self._nonces != self._seen).any():
             self._shake_hands(now)
         if now >= self._next_sweep:
@@ -422,9 +431,9 @@ class WorkerRing:
         with contextlib.suppress(OSError):
             self._bell.ring()
 
-    def close(self) -> None:
-        """Leave cleanly: front ends see RETIRED at once, and nothing of this worker stays behind."""
-        self.set_state(WorkerState.RETIRED)
+    def close(self, *, failed: bool = False) -> None:
+        """Leave: front ends see RETIRED (or FAILED) at once, and nothing of this worker stays behind."""
+        self.set_state(WorkerState.FAILED if failed else WorkerState.RETIRED)
         remove_segment(self.directory)
         remove_orphan_bells(self.directory, self._leases)
         for bell in self._bells:

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from ds4.children import Child, ChildSpec, module_command
 from ds4.config import Settings
 from ds4.errors import ConfigError
-from ds4.supervisor import Child, ChildSpec, bind_sockets, count_front_ends, module_command
+from ds4.supervisor import bind_sockets, count_front_ends
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
@@ -39,12 +40,12 @@ _HARNESS = """
 import json, signal, sys
 from ds4.config import Settings
 from ds4.logs import setup_logging
-from ds4 import supervisor
-supervisor.FIRST_DELAY_S = 0.01
-supervisor.LONGEST_DELAY_S = 0.05
+from ds4 import children, supervisor
+children.FIRST_DELAY_S = 0.01
+children.LONGEST_DELAY_S = 0.05
 supervisor.KILL_GRACE_S = 0.2
 setup_logging(Settings(), "supervisor")
-specs = [supervisor.ChildSpec(name=name, command=tuple(command), is_worker=name == "worker")
+specs = [children.ChildSpec(name=name, command=tuple(command), is_worker=name == "worker")
          for name, command in json.loads(sys.argv[1])]
 ready = {ready}
 sys.exit(supervisor.Supervisor(
@@ -159,7 +160,7 @@ def test_a_configuration_error_of_a_child_stops_everything_with_its_code(harness
     fail_later = (
         f"while 'front-0 armed' not in open({str(harness.log)!r}).read(): time.sleep(0.01)\nsys.exit(2)"
     )
-    harness.start({"worker": fail_later, "front-0": _OBEDIENT})
+    harness.start({"worker": fail_later, "front-0": _OBEDIENT}, ready=False)
     code, errors = harness.finish()
     assert code == 2, errors
     assert len(harness.pids("worker")) == 1

@@ -65,6 +65,8 @@ class ScriptedWorker:
         self.num_cancelled = 0
         self.failure: GenerationEnd | None = None  # given to every request after its next token
         self.tokens_per_step = 1
+        self.killers: frozenset[int] = frozenset()  # prompts that hold one of these end the worker
+        self.leaves_failed = True  # as a worker that died; False: one that hands over
         self._num_cached = num_cached_tokens
         self._open: dict[int, Running] = {}
         self._most_tokens = most_tokens
@@ -117,6 +119,11 @@ class ScriptedWorker:
         self._moving.set()
 
     @property
+    def is_alive(self) -> bool:
+        """Whether it still serves."""
+        return self._thread.is_alive()
+
+    @property
     def num_open(self) -> int:
         """Requests without an ending."""
         return len(self._open)
@@ -130,7 +137,7 @@ class ScriptedWorker:
                 self._moving.wait()
                 self._turn(ring)
         finally:
-            ring.close()
+            ring.close(failed=self.leaves_failed)
 
     def _turn(self, ring: WorkerRing) -> None:
         polled = ring.poll()
@@ -144,6 +151,9 @@ class ScriptedWorker:
             assert ids[len(prompt) :] == running.output[: request.num_resumed_tokens]
             self.requests.append(running)
             self._open[submission.slot] = running
+            if self.killers.intersection(prompt):
+                self._stop.set()
+                return
         ring.admit([submission.slot for submission in polled.submissions])
         for slot in polled.cancelled:
             if self._open.pop(slot, None) is not None:

@@ -9,6 +9,7 @@ def test_the_numbers_of_the_states_are_fixed() -> None:
         "READY": 1,
         "DRAINING": 2,
         "RETIRED": 3,
+        "FAILED": 4,
     }
     assert {state.name: state.value for state in SlotState} == {
         "FREE": 0,

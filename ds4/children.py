@@ -1,0 +1,132 @@
+"""One child of the supervisor: how it is started, watched, signalled and started again.
+
+Owns: `Child`, its process and its signs of life. Runs in: the supervisor, on its one thread.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+import ds4
+from ds4.pulse import PulseWatch, Stage
+
+FIRST_DELAY_S: Final = 0.1
+LONGEST_DELAY_S: Final = 10.0
+HEALTHY_AFTER_S: Final = 10.0  # a child that lived this long starts again with the first delay
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How to start one child. `socket_fd` stays open across the start; the child must name it.
+
+    `hang_after_s`: silence after which it is killed; 0: never.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    socket_fd: int | None = None
+    is_worker: bool = False
+    hang_after_s: float = 0.0
+
+
+class Child:
+    """One child and its restarts. Owned and changed by the supervisor only."""
+
+    def __init__(self, spec: ChildSpec) -> None:
+        self.spec = spec
+        self.process: subprocess.Popen[bytes] | None = None
+        self.num_failures = 0
+        self.started_at = 0.0
+        self.restart_at = 0.0
+        self._pulse: PulseWatch | None = None
+
+    @property
+    def running(self) -> bool:
+        """True until its end was noticed."""
+        return self.process is not None
+
+    @property
+    def stage(self) -> Stage:
+        """How far it has come, as of the latest `silent_s`."""
+        return Stage.STARTING if self._pulse is None else self._pulse.stage
+
+    def start(self, environment: dict[str, str], *options: str) -> None:
+        """Start it in a session of its own, so that Ctrl-C reaches the supervisor only.
+
+        `options` go behind its command, this once.
+        """
+        parent = os.getpid()
+        libc = ctypes.CDLL(None)
+
+        def die_with_parent() -> None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:  # it died before the line above
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        self._close_pulse()
+        self._pulse = PulseWatch()
+        fds = [self._pulse.fd]
+        if self.spec.socket_fd is not None:
+            fds.append(self.spec.socket_fd)
+        self.started_at = time.monotonic()
+        self.process = subprocess.Popen(
+            [*self.spec.command, "--pulse-fd", str(self._pulse.fd), *options],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            pass_fds=fds,
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # one thread here, so forking with Python code is sound
+        )
+
+    def ended(self) -> int | None:
+        """Its exit code (negative: the signal) if it has just ended; None while it runs."""
+        code = None if self.process is None else self.process.poll()
+        if code is not None:
+            self.process = None
+            self._close_pulse()
+        return code
+
+    def silent_s(self, now_s: float) -> float:
+        """For how long it has not come round; 0 while it starts, or does not run."""
+        return 0.0 if self._pulse is None else self._pulse.silent_s(now_s)
+
+    def forgive(self) -> None:
+        """Its silence so far does not count."""
+        if self._pulse is not None:
+            self._pulse.forgive()
+
+    def schedule_restart(self) -> float:
+        """Choose when to start again, later with each failure in a row; the delay in seconds."""
+        now = time.monotonic()
+        self.num_failures = 1 if now - self.started_at >= HEALTHY_AFTER_S else self.num_failures + 1
+        delay = float(min(FIRST_DELAY_S * 2.0 ** (self.num_failures - 1), LONGEST_DELAY_S))
+        self.restart_at = now + delay
+        return delay
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal it, if it still runs."""
+        if self.process is not None:
+            self.process.send_signal(number)
+
+    def _close_pulse(self) -> None:
+        if self._pulse is not None:
+            self._pulse.close()
+            self._pulse = None
+
+
+def module_command(module: str) -> tuple[str, ...]:
+    """The command that runs one of our modules with this interpreter.
+
+    Outside the source tree the current directory stays off the module path, so that a folder of
+    the user's that happens to be called `workers` is not run in place of ours.
+    """
+    in_source_tree = Path(ds4.__file__).parent.parent == Path.cwd()
+    return (sys.executable, *(() if in_source_tree else ("-P",)), "-m", module)

@@ -1,0 +1,131 @@
+"""Which request kills the worker: who was in flight at a crash, who waits for whom, who is not tried again.
+
+Owns: a request's record of crashes, the turns of suspects, and the folder `quarantine` in the shared
+directory. Runs in: front ends. Source: ours.
+
+A crash happens among many requests, and mostly none of them is to blame. So after a first crash all are
+resumed at once. Who was there at a second one as well is a suspect: suspects go on one at a time, over
+all front ends, each until it has proved itself by a few new tokens. What kills the worker while it has
+the turn is alone to blame, whoever else was in flight, and soon runs out of attempts. Its prompt is
+remembered for a while, so that a client that tries again cannot go on with it.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+SUSPECT_AFTER: Final = 2  # crashes
+PROOF_TOKENS: Final = 8  # new ones, that end a suspect's turn
+TURN_S: Final = 10.0  # the longest turn: a slow prompt or reader shall not hold up the others
+FORGIVE_AFTER_S: Final = 60.0  # of running since the latest crash, with
+FORGIVE_TOKENS: Final = 64  # new tokens: that crash was not ours
+REMEMBER_S: Final = 600.0
+MAX_REMEMBERED: Final = 1000
+FOLDER: Final = "quarantine"
+SETTLE_S: Final = 0.3  # a few looks of a front end at its worker: each has to see whose turn it was
+_POLL_S: Final = 0.02
+
+
+class Record:
+    """The crashes that one request was in flight at. Owned by its generation."""
+
+    __slots__ = ("_crashed_s", "_num_tokens", "num_crashes")
+
+    def __init__(self) -> None:
+        self.num_crashes = 0
+        self._crashed_s = 0.0
+        self._num_tokens = 0
+
+    def crashed(self, num_tokens: int, now_s: float) -> None:
+        """The worker crashed when this request had `num_tokens` tokens of output."""
+        if now_s - self._crashed_s >= FORGIVE_AFTER_S and num_tokens - self._num_tokens >= FORGIVE_TOKENS:
+            self.num_crashes = 0
+        self.num_crashes += 1
+        self._crashed_s, self._num_tokens = now_s, num_tokens
+
+    @property
+    def is_suspect(self) -> bool:
+        """It goes on only in its turn."""
+        return self.num_crashes >= SUSPECT_AFTER
+
+    def is_proved(self, num_tokens: int) -> bool:
+        """Enough came since the crash."""
+        return num_tokens >= self._num_tokens + PROOF_TOKENS
+
+
+class Turns:
+    """One suspect at a time. `take` and `drop` hold one place that all front ends share, without waiting."""
+
+    def __init__(self, take: Callable[[], bool], drop: Callable[[], None]) -> None:
+        self._take = take
+        self._drop = drop
+        self._lock = asyncio.Lock()  # first come, first served, within this front end
+
+    async def begin(self) -> Callable[[], None]:
+        """Wait for the turn; the function that ends it, which may be called more than once."""
+        await self._lock.acquire()
+        try:
+            while not self._take():  # noqa: ASYNC110 - a lock of the kernel announces nothing
+                await asyncio.sleep(_POLL_S)
+        except BaseException:
+            self._lock.release()
+            raise
+        is_over = False
+
+        def end() -> None:
+            nonlocal is_over
+            if not is_over:
+                is_over = True
+                timer.cancel()
+                self._drop()
+                self._lock.release()
+
+        timer = asyncio.get_running_loop().call_later(TURN_S, end)
+        return end
+
+
+class Quarantine:
+    """Prompts that are not tried again, as empty files that all front ends see. Forgotten in time."""
+
+    def __init__(self, directory: Path) -> None:
+        self._folder = directory / FOLDER
+
+    def add(self, prompt: NDArray[np.uint32], grammar: str) -> None:
+        """Remember a request. Best effort: without room for it the request is only tried again."""
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            self._forget_old()
+            path = self._folder / _digest(prompt, grammar)
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+            os.utime(path)
+
+    def holds(self, prompt: NDArray[np.uint32], grammar: str) -> bool:
+        """Whether a request like this one was found to kill the worker lately."""
+        if not self._folder.exists():  # nearly always, and cheap
+            return False
+        return _age_s(self._folder / _digest(prompt, grammar)) < REMEMBER_S
+
+    def _forget_old(self) -> None:
+        aged = sorted((_age_s(path), path) for path in self._folder.iterdir())
+        for index, (age_s, path) in enumerate(aged):
+            if age_s >= REMEMBER_S or index >= MAX_REMEMBERED - 1:
+                path.unlink(missing_ok=True)
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return datetime.now(UTC).timestamp() - path.stat().st_mtime
+    except OSError:
+        return float("inf")
+
+
+def _digest(prompt: NDArray[np.uint32], grammar: str) -> str:
+    return hashlib.blake2b(prompt.tobytes() + b"\0" + grammar.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,148 @@
+"""ds4/suspects.py: the one request that kills the worker is found, and only it fails."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ds4 import suspects
+from ds4.config import Settings
+from ds4.engine_client import EngineClient, Generation
+from ds4.errors import ErrorCode, WorkerError
+from ds4.generation import GenerationRequest
+from ds4.suspects import FORGIVE_AFTER_S, FORGIVE_TOKENS, PROOF_TOKENS, Quarantine, Record, Turns
+from tests.support.front_rig import run, until
+from tests.support.scripted_worker import ScriptedWorker
+
+_HASH = "a" * 64
+_SAID = list(range(10, 40))
+_POISON = 200
+
+
+async def _read_all(generation: Generation) -> list[int]:
+    ids: list[int] = []
+    while True:
+        tokens, end = await generation.read()
+        ids += [token.token_id for token in tokens]
+        if end is not None:
+            return ids
+
+
+def test_a_request_that_kills_the_worker_fails_alone_and_is_not_tried_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        clients = [
+            EngineClient(Settings(slots_per_front_end=8), tmp_path, tokenizer_hash=_HASH) for _ in range(2)
+        ]
+        for client in clients:
+            await client.start()
+        workers: list[ScriptedWorker] = []
+
+        def start_worker() -> None:
+            worker = ScriptedWorker(tmp_path, _HASH, lambda request, prompt: _SAID)
+            worker.killers = frozenset({_POISON})
+            workers.append(worker.start())
+
+        async def supervise() -> None:
+            while True:
+                if not workers[-1].is_alive:
+                    start_worker()
+                await asyncio.sleep(0.01)
+
+        start_worker()
+        workers[-1].hold_after(3)
+        for client in clients:
+            await client.ring.wait_attached()
+        request = GenerationRequest(max_tokens=100)
+        innocents = [
+            asyncio.ensure_future(_read_all(client.generate(request, [1, 2, number])))
+            for client in clients
+            for number in range(6)
+        ]
+        supervisor = asyncio.ensure_future(supervise())
+        try:
+            with pytest.raises(WorkerError, match="crashed each time") as caught:
+                await _read_all(clients[0].generate(request, [1, _POISON, 3]))
+            assert caught.value.code == ErrorCode.QUARANTINED
+            assert await asyncio.gather(*innocents) == [_SAID] * len(innocents)
+            # Two crashes to become a suspect, two alone; the last of them may still be dying.
+            await until(lambda: sum(not worker.is_alive for worker in workers) == 4)
+            for client in clients:  # also the one that never had it
+                with pytest.raises(WorkerError, match="not tried again"):
+                    client.generate(request, [1, _POISON, 3])
+            assert await _read_all(clients[1].generate(request, [1, 2, 3])) == _SAID
+            assert sum(not worker.is_alive for worker in workers) == 4
+            assert clients[0].metrics.value("ds4_requests_quarantined_total") == 1
+        finally:
+            supervisor.cancel()
+            for client in clients:
+                await client.close()
+            for worker in workers:
+                worker.stop()
+
+    run(scenario)
+
+
+def test_a_record_forgives_what_was_followed_by_long_running() -> None:
+    record = Record()
+    record.crashed(5, 100.0)
+    assert record.num_crashes < suspects.SUSPECT_AFTER
+    record.crashed(6, 100.0 + FORGIVE_AFTER_S)
+    assert record.is_suspect, "time alone proves nothing"
+    record.crashed(6 + FORGIVE_TOKENS, 100.0 + 2 * FORGIVE_AFTER_S)
+    assert record.num_crashes == 1
+
+
+def test_a_few_new_tokens_prove_a_suspect() -> None:
+    record = Record()
+    record.crashed(5, 1.0)
+    assert not record.is_proved(5 + PROOF_TOKENS - 1)
+    assert record.is_proved(5 + PROOF_TOKENS)
+
+
+def test_turns_are_one_at_a_time_and_end_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspects, "TURN_S", 0.05)
+    held: list[bool] = []
+
+    def take() -> bool:
+        if held:
+            return False
+        held.append(True)
+        return True
+
+    async def scenario() -> None:
+        turns, others = Turns(take, held.clear), Turns(take, held.clear)
+        end = await turns.begin()
+        second, third = asyncio.ensure_future(turns.begin()), asyncio.ensure_future(others.begin())
+        await asyncio.sleep(0)
+        assert not second.done()
+        assert not third.done()
+        end()
+        end()
+        await asyncio.gather(second, third)  # neither is ended by its owner
+        abandoned = asyncio.ensure_future(turns.begin())
+        await asyncio.sleep(0)
+        abandoned.cancel()
+        (await turns.begin())()
+
+    run(scenario)
+
+
+def test_what_is_quarantined_is_forgotten_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quarantine = Quarantine(tmp_path)
+    prompt = np.array([1, 2, 3], np.uint32)
+    assert not quarantine.holds(prompt, "")
+    quarantine.add(prompt, "")
+    assert quarantine.holds(prompt, "")
+    assert not quarantine.holds(prompt, "root ::= x")
+    assert not quarantine.holds(prompt[:2], "")
+    (entry,) = (tmp_path / "quarantine").iterdir()
+    assert entry.stat().st_mode & 0o777 == 0o600
+    os.utime(entry, (0, 0))
+    assert not quarantine.holds(prompt, "")
+    monkeypatch.setattr(suspects, "MAX_REMEMBERED", 3)
+    for number in range(6):
+        quarantine.add(np.array([number], np.uint32), "")
+    assert len(list((tmp_path / "quarantine").iterdir())) == 3
+    assert quarantine.holds(np.array([5], np.uint32), "")

@@ -1,0 +1,181 @@
+"""What no blow may break: hung processes, replacements while streams run, requests that kill the worker."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.server import (
+    DEADLINE_S,
+    Running,
+    Server,
+    chat_request,
+    complete,
+    delta_text,
+    serving,
+    stream_events,
+    stream_text,
+    wait_until,
+)
+
+pytestmark = pytest.mark.e2e
+
+ENGINE = ("--device", "reference")
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 7}
+
+
+class Stream:
+    """One stream, read in a thread of its own while the test does something to the server."""
+
+    def __init__(self, server: Server, body: dict[str, Any]) -> None:
+        self.text = ""
+        self.error: Exception | None = None
+        self._begun = threading.Event()
+        self._url, self._body = server.url, {**body, "stream": True}
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        assert self._begun.wait(DEADLINE_S)
+
+    def _run(self) -> None:
+        try:
+            with httpx.stream(
+                "POST", f"{self._url}/v1/chat/completions", json=self._body, timeout=DEADLINE_S
+            ) as response:
+                for event in stream_events(response):
+                    self.text += delta_text(event)
+                    if self.text:
+                        self._begun.set()
+        except Exception as error:  # noqa: BLE001 - the test asks for it
+            self.error = error
+        finally:
+            self._begun.set()
+
+    def whole(self) -> str:
+        """Its text, once it ended without an error."""
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+        if self.error is not None:
+            raise self.error
+        return self.text
+
+
+@contextlib.contextmanager
+def knocking(server: Server) -> Iterator[Callable[[], int]]:
+    """Requests on new connections without a pause; none may fail. Yields how many there were so far."""
+    stop, failures, count = threading.Event(), [], 0
+
+    def knock() -> None:
+        nonlocal count
+        while not stop.is_set():
+            try:
+                complete(server.url, chat_request("hello", 2))
+                count += 1
+            except Exception as error:  # noqa: BLE001 - reported below
+                failures.append(error)
+
+    threads = [threading.Thread(target=knock) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield lambda: count
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+    assert failures == []
+    assert count > 0
+
+
+def reload(server: Server, *what: str) -> str:
+    """Run `ds4-server reload` beside the server; its one line."""
+    command = Running(["ds4", "reload", *what, "--port", str(server.port)])
+    assert command.wait() == 0, command.log + server.log
+    return command.log
+
+
+def ready_status(server: Server) -> int:
+    """The status of one readiness question."""
+    return httpx.get(f"{server.url}/health/ready", timeout=DEADLINE_S).status_code
+
+
+def test_a_stopped_worker_is_noticed_in_two_seconds_and_replaced_under_its_streams(tiny_model: Path) -> None:
+    with serving(tiny_model, *ENGINE, "--front-ends", "1") as server:
+        body = chat_request("hello world", 300, **SAMPLED)
+        expected = stream_text(server.url, body)
+        worker = server.worker()
+        stream = Stream(server, body)
+        os.kill(worker, signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        wait_until(lambda: ready_status(server) == 503, "readiness to fail")
+        noticed_s = time.monotonic() - stopped_s
+        assert stream.whole() == expected
+        assert server.worker() != worker
+        assert ready_status(server) == 200
+        assert "child does not answer, killed" in server.log
+    assert noticed_s < 5, "a promise of 2 s, with room for a machine that is busy with other tests"
+
+
+def test_a_stopped_front_end_is_replaced_and_the_others_serve_on(tiny_model: Path) -> None:
+    flags = (*ENGINE, "--front-ends", "2", "--front-end-timeout-s", "2")
+    with serving(tiny_model, *flags) as server:
+        stopped = server.front_ends()[0]
+        os.kill(stopped, signal.SIGSTOP)
+        wait_until(lambda: stopped not in (now := server.front_ends()) and len(now) == 2, "its replacement")
+        for _ in range(8):
+            assert complete(server.url, chat_request("hello", 2))["usage"]["completion_tokens"] == 2
+
+
+def test_front_ends_are_replaced_without_a_refused_connection_or_a_cut_stream(tiny_model: Path) -> None:
+    with serving(tiny_model, *ENGINE, "--front-ends", "2") as server:
+        body = chat_request("hello world", 1500, **SAMPLED)
+        expected = stream_text(server.url, body)
+        before = server.front_ends()
+        stream = Stream(server, body)
+        with knocking(server):
+            assert reload(server).endswith("replaced\n")
+        assert stream.whole() == expected
+        wait_until(lambda: len(server.front_ends()) == 2, "the old ones to leave")
+        assert not set(before) & set(server.front_ends())
+        server.send(signal.SIGTERM)
+        assert server.wait() == 0, server.log
+
+
+def test_a_hang_up_replaces_the_front_ends(tiny_model: Path) -> None:
+    with serving(tiny_model, *ENGINE, "--front-ends", "1") as server:
+        before = server.front_ends()
+        server.send(signal.SIGHUP)
+        wait_until(lambda: len(now := server.front_ends()) == 1 and now != before, "a new front end")
+        assert complete(server.url, chat_request("hello", 2))["usage"]["completion_tokens"] == 2
+
+
+def test_the_worker_hands_over_to_its_successor_under_running_streams(tiny_model: Path) -> None:
+    with serving(tiny_model, *ENGINE, "--front-ends", "1", "--resume-attempts", "0") as server:
+        body = chat_request("hello world", 1500, **SAMPLED)
+        expected = stream_text(server.url, body)
+        worker = server.worker()
+        stream = Stream(server, body)
+        assert reload(server, "worker").endswith("replaced\n")
+        assert stream.whole() == expected, "a hand-over is no crash and costs no attempt"
+        assert server.worker() != worker
+        assert "handed over" in server.log
+
+
+def test_a_successor_that_cannot_start_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(tiny_model.read_bytes())
+    with serving(path, *ENGINE, "--front-ends", "1") as server:
+        before = server.children()
+        path.write_bytes(b"no model any more")
+        for what in ((), ("worker",)):
+            command = Running(["ds4", "reload", *what, "--port", str(server.port)])
+            assert command.wait() == 1, command.log
+            assert "the old one stays" in command.log
+        assert server.children() == before
+        assert complete(server.url, chat_request("hello", 2))["usage"]["completion_tokens"] == 2
