@@ -15,6 +15,9 @@
 
 #define SLICES 8
 
+// Formats with more parts leave no registers for both blocks at once, nor (in matrix_64) for a unit loaded ahead.
+constexpr bool ROOMY = !HALVES && !FIVE_BITS;
+
 __device__ __forceinline__ int slice_start(int slice, int num_units) { return slice * num_units / SLICES; }
 
 // Adds one unit to the sums of N groups of 8 rows. `values(n, block)` is the lane's operand B; `record(n, c,
@@ -91,7 +94,7 @@ __device__ __forceinline__ void few_rows(float* out, int out_stride, int out_off
     for (; unit < end; ++unit) {
       const Unit u = next;
       if (unit + 1 < end) load_unit(next, m, tile, unit + 1);
-      add_unit<N, 2>(
+      add_unit<N, N >= 4 && !ROOMY ? 1 : 2>(
           acc, u, m,
           [&](int n, int block) {
             const size_t row = min(first_row + 8 * n + g, num_rows - 1);
@@ -142,9 +145,6 @@ extern "C" __global__ void __launch_bounds__(256, 2) matrix_32(float* out, int o
 #define BLOCK_ROWS 64
 #define ROW_GROUPS 4  // of 8 rows, for each warp
 
-// Formats with more parts leave no registers for a unit that is loaded ahead, nor for both blocks at once.
-constexpr bool PREFETCH = !HALVES && !FIVE_BITS;
-
 struct Stage {
   uint4 values[BLOCK_ROWS][4];  // [row][t]: a row is 64 bytes, so eight lanes read all banks once
   uint4 records[BLOCK_ROWS];
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) matrix_64(float* out, int o
     copy_async_commit();
   }
   Unit next;
-  if constexpr (PREFETCH) load_unit(next, m, read_tile, 0);
+  if constexpr (ROOMY) load_unit(next, m, read_tile, 0);
   int slice = 0, slice_end = slice_start(1, num_units);
   for (int unit = 0; unit <= num_units; ++unit) {
     while (slice < SLICES && unit == slice_end) {  // a slice may be empty
@@ -199,13 +199,13 @@ extern "C" __global__ void __launch_bounds__(256, 2) matrix_64(float* out, int o
     copy_async_commit();
     const Stage& stage = stages[unit % STAGES];
     Unit u;
-    if constexpr (PREFETCH) {
+    if constexpr (ROOMY) {
       u = next;
       if (unit + 1 < num_units) load_unit(next, m, read_tile, unit + 1);
     } else {
       load_unit(u, m, read_tile, unit);
     }
-    add_unit<ROW_GROUPS, PREFETCH ? 2 : 1>(
+    add_unit<ROW_GROUPS, ROOMY ? 2 : 1>(
         acc, u, m,
         [&](int n, int block) { return ((const uint2*)&stage.values[own_row + 8 * n + g][t])[block]; },
         [&](int n, int c, int block) { return ((const uint2*)&stage.records[own_row + 8 * n + 2 * t + c])[block]; });
