@@ -135,8 +135,7 @@ class EngineClient:
     def preparing(self, change: int) -> None:
         """Tell the worker that `change` more (or fewer) requests are on their way to it."""
         self.num_preparing += change
-        if self.ring.attached:
-            self.ring.set_preparing(self.num_preparing)
+        self.ring.set_preparing(self.num_preparing)
 
     @property
     def refusal(self) -> str | None:

@@ -112,6 +112,21 @@ def test_nobody_has_to_read_on_after_a_cancel(tmp_path: Path) -> None:
     _run(tmp_path, scenario)
 
 
+def test_a_new_worker_hears_of_no_request_that_went_away_before_it_came(tmp_path: Path) -> None:
+    async def scenario(rig: _Rig) -> None:
+        first = await rig.worker()
+        rig.client.preparing(+1)
+        first.stop()
+        await until(lambda: not rig.client.ring.attached)
+        rig.client.preparing(-1)
+        second = await rig.worker()
+        generation = rig.generate()
+        await _read_all(generation)
+        assert second.num_preparing == 0
+
+    _run(tmp_path, scenario)
+
+
 def test_a_reader_that_is_cancelled_gives_its_slot_back(tmp_path: Path) -> None:
     async def scenario(rig: _Rig) -> None:
         worker = await rig.worker()

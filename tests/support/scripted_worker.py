@@ -63,6 +63,7 @@ class ScriptedWorker:
         self.script = script
         self.requests: list[Running] = []  # every one ever taken
         self.num_cancelled = 0
+        self.num_preparing = 0  # as front ends said at the latest turn
         self.failure: GenerationEnd | None = None  # given to every request after its next token
         self.tokens_per_step = 1
         self.killers: frozenset[int] = frozenset()  # prompts that hold one of these end the worker
@@ -141,6 +142,7 @@ class ScriptedWorker:
 
     def _turn(self, ring: WorkerRing) -> None:
         polled = ring.poll()
+        self.num_preparing = ring.num_preparing
         for slot in polled.dropped:
             self._open.pop(slot, None)
         for submission in polled.submissions:
