@@ -24,7 +24,7 @@ from workers.kernels.sources import parameters, source_text
 _HEADERS: Final = ("fibers.h", "matrix.h", "cuda_on_cpu.h")
 _HERE: Final = Path(__file__).parent
 # No contraction: the kernels say where a product and a sum are rounded together.
-_FLAGS: Final = (
+FLAGS: tuple[str, ...] = (  # the coverage report adds to them
     "-std=c++17",
     "-O1",
     "-g1",
@@ -77,7 +77,7 @@ def build(source: str, defines: Sequence[tuple[str, int]], extra_flags: Sequence
     if command is None:
         raise ConfigError("the emulator compiles the kernels with g++, which is not installed")
     text = translation_unit(source)
-    flags = [*_FLAGS, *(f"-D{name}={value}" for name, value in defines), *extra_flags]
+    flags = [*FLAGS, *(f"-D{name}={value}" for name, value in defines), *extra_flags]
     key = hashlib.sha256("\0".join([text, *flags]).encode() + _key_of_headers()).hexdigest()[:24]
     folder = cache_folder()
     library = folder / f"{Path(source).stem}-{key}.so"

@@ -9,7 +9,7 @@ import ctypes
 import mmap
 import weakref
 from collections.abc import Callable
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -38,12 +38,21 @@ def _revoke(address: int, num_bytes: int) -> None:
 
 
 class _Mapping:
-    """One allocation; its memory dies with it."""
+    """One allocation; its memory dies with it.
+
+    Addresses that are never given back would leave holes where the process maps everything else, and code
+    that is loaded later (the CPU engine's) would not find room within the 2 GiB that its jumps reach. So
+    mappings are asked for one after the other in a region of their own; the system may place them elsewhere.
+    """
+
+    _next_address: ClassVar[int] = 1 << 44
 
     def __init__(self, num_bytes: int) -> None:
         used = max(ALIGNMENT, -(-num_bytes // ALIGNMENT) * ALIGNMENT)
         whole = -(-used // mmap.PAGESIZE) * mmap.PAGESIZE
-        address = _LIBC.mmap(None, whole + mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE, -1, 0)
+        access, hint = mmap.PROT_READ | mmap.PROT_WRITE, _Mapping._next_address
+        _Mapping._next_address += whole + mmap.PAGESIZE
+        address = _LIBC.mmap(hint, whole + mmap.PAGESIZE, access, _PRIVATE, -1, 0)
         if address == _FAILED:
             raise MemoryError(f"the emulator cannot map {num_bytes} bytes")
         _LIBC.mprotect(address + whole, mmap.PAGESIZE, 0)
