@@ -47,7 +47,8 @@ class Observe:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
                 if is_anthropic(scope["path"]):  # where Anthropic's clients look for it
                     message["headers"].append((b"request-id", request_id))
-                if self._state.engine.draining or self._state.leaving:  # the client's next request goes to a process that stays
+                # The client's next request goes to a process that stays.
+                if self._state.engine.draining or self._state.leaving:
                     message["headers"].append((b"connection", b"close"))
                 status = int(message["status"])
                 self._state.engine.metrics.add("ds4_http_responses_total", label=f"{status // 100}xx")
@@ -73,19 +74,25 @@ class Authenticate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI entry."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._knows(scope):
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        key = self._known(scope)
+        if key is not None:
+            scope["ds4.cache_salt"] = self._state.isolation.salt(key)
             await self._app(scope, receive, send)
             return
         told = failure(UnauthorizedError("a valid API key is needed: Authorization: Bearer KEY"))
         self._state.engine.metrics.add("ds4_requests_rejected_total", label=told.reason)
         await refusal(told, scope)(scope, receive, send)
 
-    def _knows(self, scope: Scope) -> bool:
+    def _known(self, scope: Scope) -> bytes | None:
         authorization = _header(scope, b"authorization")
         scheme, _, token = authorization.partition(b" ")
         given = token.strip() if scheme.lower() == b"bearer" else _header(scope, b"x-api-key")
         # Every key is compared, each in constant time: timing tells nothing.
-        return sum([hmac.compare_digest(given, key) for key in self._keys]) > 0
+        known = [hmac.compare_digest(given, key) for key in self._keys]
+        return given if any(known) else None
 
 
 def api_keys(settings: Settings) -> list[bytes]:

@@ -170,7 +170,9 @@ class _Answer:
             safety_identifier=request.safety_identifier,
             store=request.store is not False and state.store.is_on,
             temperature=job.plan.sampling.temperature,
-            text=text if text.format is not None else msgspec.structs.replace(text, format=TextFormat(type="text")),
+            text=text
+            if text.format is not None
+            else msgspec.structs.replace(text, format=TextFormat(type="text")),
             tool_choice=request.tool_choice or "auto",
             tools=request.tools or [],
             top_logprobs=request.top_logprobs or 0,
