@@ -150,7 +150,11 @@ class EngineClient:
         return None
 
     def generate(
-        self, request: GenerationRequest, prompt: Sequence[int], request_id: str = ""
+        self,
+        request: GenerationRequest,
+        prompt: Sequence[int],
+        request_id: str = "",
+        cache_salt: bytes = b"",
     ) -> "Generation":
         """Hand a request to the worker. `request_id` is for the log.
 
@@ -163,6 +167,8 @@ class EngineClient:
             raise RingUnavailableError(refusal)
         if self.num_resuming and self.ring.num_free_slots <= self.num_resuming:
             raise RingFullError("every slot is taken by a running request")  # they come first
+        if cache_salt:
+            request = msgspec.structs.replace(request, cache_salt=cache_salt)
         ids = np.asarray(prompt, dtype=np.uint32)
         if self.quarantine.holds(ids, request.grammar):
             raise WorkerError(_QUARANTINED, code=ErrorCode.QUARANTINED)

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 MAX_TOP_LOGPROBS: Final = 20
+MAX_CACHE_SALT_BYTES: Final = 64
 MAX_GRAMMAR_BYTES: Final = 256 * 1024
 MAX_STOP_IDS: Final = 4096
 MAX_BIASES: Final = 65_536
@@ -57,6 +58,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=Tr
 
     `scores_prompt`: nothing is generated; the prompt's own tokens from the second on come back, each with
     its log-probability after those before it, and the ending with the last.
+
+    Cached prefixes are shared only between requests with the same `cache_salt`.
     """
 
     max_tokens: int
@@ -66,6 +69,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=Tr
     num_resumed_tokens: int = 0
     grammar: str = ""
     scores_prompt: bool = False
+    cache_salt: bytes = b""
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):

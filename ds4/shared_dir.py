@@ -34,6 +34,7 @@ _OURS: Final = (
     ".supervisor.new",
     "quarantine",
     "salt",
+    ".salt.*",
     "control",
 )
 

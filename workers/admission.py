@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ds4.errors import ErrorCode
 from ds4.generation import (
     MAX_BIASES,
+    MAX_CACHE_SALT_BYTES,
     MAX_STOP_IDS,
     MAX_TOP_LOGPROBS,
     NO_LOGPROBS,
@@ -108,6 +109,8 @@ class Admission:
             raise RefusedError(f"max_tokens {request.max_tokens} is negative")
         if request.min_tokens < 0:
             raise RefusedError(f"min_tokens {request.min_tokens} is negative")
+        if len(request.cache_salt) > MAX_CACHE_SALT_BYTES:
+            raise RefusedError(f"a cache salt of more than {MAX_CACHE_SALT_BYTES} bytes")
         if len(request.stop_token_ids) > MAX_STOP_IDS:
             raise RefusedError(f"more than {MAX_STOP_IDS} stop token ids")
         _check_ids("stop token", request.stop_token_ids, self._vocab_size)

@@ -361,7 +361,7 @@ def open_choices(exchange: Exchange, job: Job) -> Iterator[Choices]:
         for prompt_index, prompt, request in requests:
             generation = None
             if request.max_tokens > 0:
-                generation = engine.generate(request, prompt, exchange.request_id)
+                generation = engine.generate(request, prompt, exchange.request_id, exchange.cache_salt)
             opened.append(Choice(len(opened), prompt_index, generation, job, state.model.tokenizer))
         engine.metrics.add("ds4_prompt_tokens_total", choices.num_prompt_tokens)
         for prompt in prompts:

@@ -28,6 +28,7 @@ class Exchange:
         self.send = send
         self.arrived_s = time.monotonic()
         self.request_id: str = scope.get("ds4.request_id", "")
+        self.cache_salt: bytes = scope.get("ds4.cache_salt", b"")
         self.gone = False
         self._receive = receive
         self._on_gone: list[Callable[[], None]] = []

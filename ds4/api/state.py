@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from ds4 import __version__
+from ds4.api.isolation import CacheIsolation
 from ds4.api.response_store import ResponseStore
 from ds4.api.sse import KeepAlive
 from ds4.config import Settings
@@ -67,6 +68,9 @@ class FrontState:
         self.settings = settings
         self.model = model
         self.engine = engine
+        self.isolation = CacheIsolation(
+            settings.cache_isolation, has_keys=bool(settings.api_key or settings.api_key_file)
+        )
         self.leaving = False  # a successor takes the new connections
         self.keep_alive = KeepAlive()
         self.store = ResponseStore(settings, shared_directory(settings))
@@ -87,7 +91,7 @@ class FrontState:
 
     async def start(self) -> None:
         """Take the front end's place in the ring. Raises ConfigError, RingFullError, RingError."""
-        prepare_shared_directory(self.settings)
+        self.isolation.open(prepare_shared_directory(self.settings))
         await self.engine.start()
 
     async def close(self) -> None:

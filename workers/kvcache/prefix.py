@@ -4,7 +4,8 @@ Owns the index from digests to pages and the order in which unused pages are giv
 worker, pure Python. A page is indexed when it is full and computed. Its digest covers its tokens and
 the digest of the page before it, so one digest stands for the whole prefix (hash chaining as in
 vLLM's automatic prefix caching). BLAKE2b under a key drawn at start: nobody can prepare two prompts
-that collide, and by chance 128 bits do not.
+that collide, and by chance 128 bits do not. A chain begins with the request's cache salt, so that
+requests with different salts find nothing of each other.
 
 A page that no sequence holds stays in the index, *parked*, until its room is needed; the one unused
 for longest goes first, and of one sequence the last page first, because a prefix is useless without
@@ -135,7 +136,7 @@ class PrefixCache:
     def _digests(self, sequence: Sequence, count: int) -> list[bytes]:
         """The chained digests of the first `count` pages at least, kept with the sequence."""
         digests, size = sequence.page_digests, self.page_tokens
-        previous = digests[-1] if digests else b""
+        previous = digests[-1] if digests else sequence.request.cache_salt
         for index in range(len(digests), count):
             page: array[int] = sequence.tokens[index * size : (index + 1) * size]
             previous = hashlib.blake2b(previous + page.tobytes(), digest_size=16, key=self._key).digest()

@@ -195,3 +195,13 @@ def test_whatever_happens_found_pages_hold_what_they_should(steps: list[tuple[st
         give_back(cache, sequence)
     cache.check()
     assert cache.num_available == 12
+
+
+def test_nothing_is_shared_across_cache_salts() -> None:
+    cache = PrefixCache(16, PAGE)
+    first = make_sequence(range(10), cache_salt=b"one")
+    first.take_seat(0, cache.take([], 3), 0)
+    compute(cache, first)
+    assert cache.find(make_sequence(range(10), cache_salt=b"one")) == first.pages[:2]
+    assert cache.find(make_sequence(range(10), cache_salt=b"two")) == []
+    assert cache.find(make_sequence(range(10))) == []
