@@ -451,7 +451,9 @@ class Engine:
         prefilled_s = sequence.first_token_s or now  # none: its prompt was only scored
         self._metrics.observe("ds4_request_prefill_time_seconds", prefilled_s - sequence.first_row_s)
         self._metrics.observe("ds4_request_decode_time_seconds", now - prefilled_s)
-        if end.reason is FinishReason.ERROR:
+        if end.error_code == ErrorCode.GRAMMAR:  # its text quotes the client
+            log.info("the request's grammar cannot go on", extra={"request_id": sequence.request_id})
+        elif end.reason is FinishReason.ERROR:
             log.error("request failed: %s", end.error_text, extra={"request_id": sequence.request_id})
 
 

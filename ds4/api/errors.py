@@ -121,8 +121,10 @@ def failure(error: BaseException, request_id: str = "") -> Failure:
         message = str(error.detail)
     elif isinstance(error, WorkerError):
         rule = _WORKER.get(error.code, _INTERNAL)
+        # What a grammar failed on quotes the client's schema and the model's output.
+        reason = "the client knows why" if error.code is ErrorCode.GRAMMAR else error
         _log.warning(
-            "a request failed (%s): %s", error.code.name.lower(), error, extra={"request_id": request_id}
+            "a request failed (%s): %s", error.code.name.lower(), reason, extra={"request_id": request_id}
         )
     else:
         found = next((rule for kind, rule in _TABLE if isinstance(error, kind)), None)
