@@ -52,3 +52,11 @@ def test_host_code_cannot_read_it() -> None:
 def test_an_empty_array_is_an_array() -> None:
     array = EmulatorArray.allocate(0, np.int32)
     assert (array.nbytes, array.shape) == (0, (0,))
+
+
+def test_arrays_that_come_and_go_leave_no_holes_among_other_mappings() -> None:
+    addresses = [EmulatorArray.allocate(1 << 20, np.uint8).address for _ in range(50)]
+    assert addresses == sorted(addresses)
+    assert addresses[-1] - addresses[0] < 60 << 20  # one after the other
+    place = np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8).ctypes.data
+    assert abs(place - addresses[-1]) > 1 << 32
