@@ -52,6 +52,10 @@ class BodyTooLargeError(RequestError):
     """The body is over the limit."""
 
 
+class BodyTimeoutError(RequestError):
+    """The body did not arrive in time."""
+
+
 class UnauthorizedError(RequestError):
     """No key, or a wrong one."""
 
@@ -72,6 +76,7 @@ _TABLE: Final[tuple[tuple[type[BaseException], _Rule], ...]] = (
     (ContextOverflowError, _Rule(400, "invalid_request_error", None, "context")),
     (NotFoundError, _Rule(404, "invalid_request_error")),
     (BodyTooLargeError, _Rule(413, "invalid_request_error", "request_too_large", "too_large")),
+    (BodyTimeoutError, _Rule(408, "invalid_request_error", "request_timeout", "invalid")),
     (UnauthorizedError, _Rule(401, "authentication_error", "invalid_api_key", "unauthorized")),
     (RequestError, _Rule(400, "invalid_request_error", None, "invalid")),
     (RingFullError, _Rule(429, "rate_limit_error", "server_busy", "full")),
@@ -138,7 +143,7 @@ def failure(error: BaseException, request_id: str = "") -> Failure:
         headers["Retry-After"] = "1"
     if isinstance(error, UnauthorizedError):
         headers["WWW-Authenticate"] = "Bearer"
-    if isinstance(error, BodyTooLargeError):
+    if isinstance(error, (BodyTooLargeError, BodyTimeoutError)):
         headers["Connection"] = "close"  # the rest of the body is not read
     detail = ErrorDetail(
         message=message or HTTPStatus(rule.status).phrase,

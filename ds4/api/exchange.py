@@ -7,15 +7,17 @@ Source: the ASGI specification.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
 from ds4.api.dialects import refusal
 from ds4.api.documents import document
-from ds4.api.errors import BodyTooLargeError, ClientGoneError, failure
+from ds4.api.errors import BodyTimeoutError, BodyTooLargeError, ClientGoneError, failure
 from ds4.api.state import FrontState
 
+# At 1 Mbit/s the largest default body takes as long; a client that sends a byte a second gives up its task.
+BODY_TIMEOUT_S: Final = 300.0
 _T = TypeVar("_T")
 
 
@@ -36,7 +38,16 @@ class Exchange:
         self._is_preparing = False
 
     async def body(self) -> bytes:
-        """The whole body. Raises BodyTooLargeError before reading more than the limit, ClientGoneError."""
+        """The whole body. Raises BodyTooLargeError before reading more than the limit, BodyTimeoutError,
+        ClientGoneError.
+        """
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                return await self._read_body()
+        except TimeoutError:
+            raise BodyTimeoutError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+
+    async def _read_body(self) -> bytes:
         limit = self.state.settings.max_body_bytes
         too_large = BodyTooLargeError(f"the body is larger than {limit} bytes")
         for name, value in self.scope["headers"]:

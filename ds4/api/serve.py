@@ -26,6 +26,7 @@ from typing import Final
 import uvicorn
 
 from ds4.api.app import create_app
+from ds4.api.connection import bounded_connection
 from ds4.api.state import FrontState
 from ds4.config import Settings
 from ds4.errors import ConfigError, ErrorCode, WorkerError
@@ -124,7 +125,7 @@ def run_front(settings: Settings, socket_fd: int | None = None, pulse: Pulse | N
         config = uvicorn.Config(
             create_app(settings, state=state),
             loop="uvloop",
-            http="httptools",
+            http=bounded_connection(settings.max_body_bytes),
             ws="none",
             lifespan="off",  # started below, so that its errors end the process with their message
             log_config=None,

@@ -16,6 +16,7 @@ import uvicorn
 import uvloop
 
 from ds4.api.app import create_app
+from ds4.api.connection import bounded_connection
 from ds4.api.serve import FrontServer
 from ds4.api.state import FrontState
 from ds4.config import Settings
@@ -125,7 +126,13 @@ async def running_front(
     app = create_app(front_settings, state=state)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    config = uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_config=None)
+    config = uvicorn.Config(
+        app,
+        http=bounded_connection(front_settings.max_body_bytes),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+    )
     server = FrontServer(config, state)
     await state.start()
     serving = asyncio.ensure_future(server.serve([listener]))

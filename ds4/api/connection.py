@@ -1,0 +1,109 @@
+"""One HTTP connection with limits: on its head in bytes and time, on all bytes of a message.
+
+Owns: these limits. Runs in: front ends. Source: uvicorn's httptools protocol, which has none of its own:
+without them a client could hold memory with a header that never ends, or a connection for ever with one
+byte a second.
+"""
+
+import asyncio
+import logging
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES: Final = 64 * 1024
+HEAD_TIMEOUT_S: Final = 60.0
+# Chunked encoding and trailers may double a body; beyond that somebody is playing.
+_BODY_FACTOR: Final = 2
+_BODY_SPARE_BYTES: Final = 1024 * 1024
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """uvicorn's connection. `max_body_bytes` is set by `bounded_connection`."""
+
+    max_body_bytes = 0
+    head_timeout_s = HEAD_TIMEOUT_S
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._in_head = True
+        self._num_bytes = 0  # of the head while in it, of the body after it
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A connection that says nothing is given up as well."""
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """No more timers."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Count what is not known to be good yet."""
+        self._num_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._in_head:
+            if self._num_bytes > MAX_HEAD_BYTES:
+                self._refuse(b"431 Request Header Fields Too Large", "its head is too large")
+        elif self._num_bytes > _BODY_FACTOR * self.max_body_bytes + _BODY_SPARE_BYTES:
+            self._refuse(b"413 Content Too Large", "its body does not end")
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        super().on_message_begin()
+        self._in_head = True
+        self._start_timer()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header; what comes after the body (a trailer) is nobody's business."""
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head is whole: from here on the application's limits hold."""
+        self._in_head = False
+        self._num_bytes = 0
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The next byte belongs to another request."""
+        self._num_bytes = 0
+        super().on_message_complete()
+
+    def _start_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.head_timeout_s, self._head_is_late)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            return  # a pipelined request behind one that is being answered
+        if self._num_bytes:
+            self._refuse(b"408 Request Timeout", "its head does not end")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: bytes, why: str) -> None:
+        _log.warning("connection closed: %s", why)
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(
+                b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+            )
+        self.transport.close()
+
+
+def bounded_connection(max_body_bytes: int) -> type[BoundedConnection]:
+    """The protocol class for this body limit."""
+    return type("BoundedConnection", (BoundedConnection,), {"max_body_bytes": max_body_bytes})

@@ -1,0 +1,119 @@
+"""ds4/api/connection.py: what a connection may cost, with real sockets."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ds4.api import exchange
+from ds4.api.connection import MAX_HEAD_BYTES, BoundedConnection
+from tests.support.front_rig import Front, with_front
+
+_GET = b"GET /health/live HTTP/1.1\r\nhost: x\r\n"
+
+
+async def _talk(front: Front, pieces: Iterator[bytes] | list[bytes], pause_s: float = 0.0) -> bytes:
+    """Send pieces until the server hangs up or there are no more; everything it said until it hung up."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    answer = asyncio.ensure_future(reader.read())
+    try:
+        for piece in pieces:
+            if answer.done():
+                break
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+    except ConnectionError:
+        pass
+    try:
+        return await answer
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [b"x-flood: 1\r\n" * 100, b"a" * 1024],
+    ids=["headers without end", "one header without end"],
+)
+def test_a_head_without_end_is_refused(tmp_path: Path, flood: bytes) -> None:
+    async def scenario(front: Front) -> None:
+        num_sent = 0
+
+        def pieces() -> Iterator[bytes]:
+            nonlocal num_sent
+            yield _GET + b"x-long: "
+            while True:
+                num_sent += len(flood)
+                yield flood
+
+        answer = await _talk(front, pieces())
+        # Empty where the kernel dropped the answer together with the connection still being written to.
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 431 "), answer
+        assert num_sent < 64 * MAX_HEAD_BYTES
+        assert (await front.client.get("/health/live")).status_code == 200
+
+    with_front(tmp_path, scenario, None)
+
+
+def test_a_long_head_within_the_limit_is_read(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        answer = await _talk(front, [_GET + b"x-long: " + b"a" * 40_000 + b"\r\nconnection: close\r\n\r\n"])
+        assert answer.startswith(b"HTTP/1.1 200 ")
+
+    with_front(tmp_path, scenario, None)
+
+
+def test_a_head_of_a_byte_at_a_time_and_a_silent_connection_are_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BoundedConnection, "head_timeout_s", 0.3)
+
+    async def scenario(front: Front) -> None:
+        slow = iter([bytes((byte,)) for byte in _GET * 100])
+        answers = await asyncio.gather(_talk(front, slow, pause_s=0.02), _talk(front, []))
+        assert answers[0].startswith(b"HTTP/1.1 408 ")
+        assert answers[1] == b""
+
+    with_front(tmp_path, scenario, None)
+
+
+def test_a_body_that_does_not_arrive_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "BODY_TIMEOUT_S", 0.2)
+
+    async def scenario(front: Front) -> None:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{"
+        answer = await _talk(front, [head])
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"request_timeout" in answer
+
+    with_front(tmp_path, scenario, None)
+
+
+def test_trailers_without_end_are_refused_and_none_counts_as_a_header(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+        def pieces() -> Iterator[bytes]:
+            yield head + b"1\r\n{\r\n0\r\n"
+            while True:
+                yield b"x-trailer: " + b"a" * 4096 + b"\r\n"
+
+        answer = await _talk(front, pieces())
+        assert answer == b"" or answer.startswith((b"HTTP/1.1 413 ", b"HTTP/1.1 400 ")), answer[:100]
+        assert (await front.client.get("/health/live")).status_code == 200
+
+    with_front(tmp_path, scenario, None, max_body_bytes=1024)
+
+
+def test_the_limit_counts_each_request_of_a_connection_anew(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        one = _GET + b"x-long: " + b"a" * 40_000 + b"\r\n\r\n"
+        last = _GET + b"connection: close\r\n\r\n"
+        answer = await _talk(front, [one, one, one, last], pause_s=0.05)
+        assert answer.count(b"HTTP/1.1 200 ") == 4
+
+    with_front(tmp_path, scenario, None)
