@@ -27,7 +27,9 @@ _NAMES: Final = frozenset({"properties", "patternProperties", "$defs", "definiti
 _VALUES: Final = frozenset({"const", "enum", "default", "examples"})
 _GBNF_RULE: Final = re.compile(r"^\s*[A-Za-z0-9_-]+\s*::=", re.MULTILINE)
 
-MAX_CHECK_S: Final = 2.0  # for translating and compiling one source
+# For translating and compiling one source: time of a processor, and on the clock of a busy machine.
+MAX_CHECK_CPU_S: Final = 1.0
+MAX_CHECK_S: Final = 10.0
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 

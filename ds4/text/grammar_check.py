@@ -23,7 +23,7 @@ from ds4.errors import ConfigError, RequestError
 from ds4.generation import MAX_GRAMMAR_BYTES
 from ds4.grammar_library import GrammarError, GrammarVocabulary
 from ds4.model_file import ModelFile
-from ds4.text.grammar import MAX_CHECK_S, GrammarSource, Verdict, grammar_of
+from ds4.text.grammar import MAX_CHECK_CPU_S, MAX_CHECK_S, GrammarSource, Verdict, grammar_of
 
 # Of the first mask, which is among the slowest: it would be added to a step of everybody.
 _MAX_MASK_S: Final = 0.05
@@ -89,7 +89,8 @@ def _write(stream: BinaryIO, verdict: Verdict) -> None:
 def main() -> int:
     """Serve until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the front end decides
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     try:
         vocabulary = GrammarVocabulary.of_model(ModelFile.open(Path(sys.argv[1])))
@@ -100,8 +101,10 @@ def main() -> int:
     _write(answers, Verdict())
     decoder = msgspec.msgpack.Decoder(GrammarSource)
     while (raw := _read(requests)) is not None:
-        signal.setitimer(signal.ITIMER_REAL, MAX_CHECK_S)  # its default action ends the process
+        signal.setitimer(signal.ITIMER_PROF, MAX_CHECK_CPU_S)  # their default action ends the process
+        signal.setitimer(signal.ITIMER_REAL, MAX_CHECK_S)
         verdict = check(decoder.decode(raw), vocabulary)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _write(answers, verdict)
     return 0

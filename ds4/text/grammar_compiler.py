@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 _LENGTH: Final = struct.Struct("<I")
 _START_S: Final = 60.0  # reading a large vocabulary on a busy machine
-_PATIENCE_S: Final = 15.0  # in the queue for the child, before a client is told to come back
+_PATIENCE_S: Final = 20.0  # in the queue for the child, before a client is told to come back
 _DYING_S: Final = 0.2  # for an idle one to notice that its input is closed, for a dead one to be reaped
 # Ended by somebody else, not by what it was given: worth another attempt.
 _BY_OTHERS: Final = (-signal.SIGKILL, -signal.SIGTERM)
@@ -108,7 +108,7 @@ class GrammarCompiler:
             try:
                 child.stdin.write(_LENGTH.pack(len(raw)) + raw)
                 await child.stdin.drain()
-                return await self._answer(child, 2 * MAX_CHECK_S)  # its own alarm is set to half of that
+                return await self._answer(child, 2 * MAX_CHECK_S)  # its own alarm comes before
             except (_ChildLostError, ConnectionError):
                 if await self._end_child() not in _BY_OTHERS:
                     break
