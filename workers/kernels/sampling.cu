@@ -7,7 +7,9 @@
 //
 // Nothing is sorted. Candidates are ordered by (descending value, ascending id), a 64-bit key without ties; the
 // filters all keep a prefix of that order, and `find` descends to the key where a running sum reaches its
-// target, by histograms of 11 (10) bits of the key at a time.
+// target: by one histogram that is linear in the value, so that few of a vocabulary's logits meet in a bin and
+// wait for each other there (the upper bits of a float would put all of them in some twenty), then
+// within that bin by histograms of 11 (10) bits of the key at a time.
 #include "prelude.cuh"
 
 #define THREADS 512
@@ -126,28 +128,39 @@ struct Scratch {
 
 __device__ __forceinline__ u64 block_min(u64 v, Scratch& s) { return ~block_max(~v, s.cells); }
 
+// Ascending bins of descending values: what `find` looks at first.
+struct Line {
+  float best, bins_a_unit;
+};
+__device__ __forceinline__ int bin_of(const Line& line, float v) {
+  return (int)fminf(__fmul_rn(__fadd_rn(line.best, -v), line.bins_a_unit), (float)(BINS - 1));
+}
+
 // The smallest key whose running sum of `measure(value)` over candidates with keys up to `cutoff` reaches
 // `target` >= 1, and what the sum is there. The whole sum must reach it. Called by all threads alike.
 template <class Measure>
-__device__ __forceinline__ u64 find(const float* x, int vocab_size, u64 cutoff, u64 target, u64& reached, Scratch& s,
-                                    Measure measure) {
+__device__ __forceinline__ u64 find(const float* x, int vocab_size, const Line& line, u64 cutoff, u64 target,
+                                    u64& reached, Scratch& s, Measure measure) {
   constexpr int PER_THREAD = BINS / THREADS;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   u64 prefix = 0, mask = 0, before = 0;
+  int first_bin = -1;
 #pragma unroll 1
-  for (int level = 0; level < LEVELS; ++level) {
-    // 11, 11 and 10 bits of the value, then twice 10 of the id.
+  for (int level = -1; level < LEVELS; ++level) {
+    // The line, then 11, 11 and 10 bits of the value, then twice 10 of the id.
     const int bits = level < 2 ? 11 : 10, shift = level < 2 ? 53 - 11 * level : level == 2 ? 32 : level == 3 ? 10 : 0;
     for (int b = threadIdx.x; b < BINS; b += THREADS) s.sums[b] = s.counts[b] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < vocab_size; i += THREADS) {
       const u64 key = key_of(x[i], i);
       if (key > cutoff || (key & mask) != prefix) continue;
+      const int on_line = bin_of(line, x[i]);
+      if (level >= 0 && on_line != first_bin) continue;
       const u64 amount = measure(x[i]);
       if (!amount) continue;
-      const u32 bin = (u32)(key >> shift) & ((1u << bits) - 1);
+      const u32 bin = level < 0 ? (u32)on_line : (u32)(key >> shift) & ((1u << bits) - 1);
       atomicAdd(&s.sums[bin], amount);
-      atomicAdd(&s.counts[bin], 1u);
+      if (level >= 0) atomicAdd(&s.counts[bin], 1u);
     }
     __syncthreads();
     u64 own = 0;
@@ -172,8 +185,12 @@ __device__ __forceinline__ u64 find(const float* x, int vocab_size, u64 cutoff, 
       s.count = s.counts[b];
     }
     __syncthreads();
-    prefix |= (u64)s.digit << shift;
-    mask |= (u64)((1u << bits) - 1) << shift;
+    if (level < 0) {
+      first_bin = (int)s.digit;
+    } else {
+      prefix |= (u64)s.digit << shift;
+      mask |= (u64)((1u << bits) - 1) << shift;
+    }
     before = s.before;
     const bool alone = s.count == 1;
     __syncthreads();
@@ -182,7 +199,7 @@ __device__ __forceinline__ u64 find(const float* x, int vocab_size, u64 cutoff, 
   u64 found = ~0ull;
   for (int i = threadIdx.x; i < vocab_size; i += THREADS) {
     const u64 key = key_of(x[i], i);
-    if (key <= cutoff && (key & mask) == prefix && measure(x[i])) found = key;
+    if (key <= cutoff && (key & mask) == prefix && bin_of(line, x[i]) == first_bin && measure(x[i])) found = key;
   }
   found = block_min(found, s);
   reached = before + measure(x[(u32)found]);
@@ -190,16 +207,20 @@ __device__ __forceinline__ u64 find(const float* x, int vocab_size, u64 cutoff, 
 }
 
 // The best candidate's key, and whether its logit is a number that can be drawn: no NaN in the row, no infinity.
-__device__ __forceinline__ u64 best_of(const float* x, int vocab_size, Scratch& s, bool& ok) {
+// `least` is the lowest finite logit.
+__device__ __forceinline__ u64 best_of(const float* x, int vocab_size, Scratch& s, bool& ok, float& least) {
   u64 best = ~0ull;
   bool broken = false;
+  least = 3.402823466e38f;
   for (int i = threadIdx.x; i < vocab_size; i += THREADS) {
     const float v = x[i];
     broken |= v != v;
+    if (finite(v)) least = fminf(least, v);
     const u64 key = key_of(v, i);
     if (v == v && key < best) best = key;
   }
   best = block_min(best, s);
+  least = -block_max(-least, (float*)s.cells);
   const bool any_broken = __syncthreads_or(broken);
   ok = !any_broken && best != ~0ull && finite(x[(u32)best]);
   return best == ~0ull ? 0 : best;
@@ -219,13 +240,14 @@ extern "C" __global__ void __launch_bounds__(512, 1) sample(void* results, int* 
   const Seat& s = ((const Seat*)seats)[seat];
   const float* raw = logits + (size_t)row * vocab_size;
   bool ok;
-  const u64 raw_best = best_of(raw, vocab_size, scratch, ok);
+  float least;
+  const u64 raw_best = best_of(raw, vocab_size, scratch, ok, least);
   const int needs = ok ? active_needs(s, position) : 0;
   const float* x = raw;
   u64 chosen = raw_best;
   if (needs & (ADJUSTS | MASKED)) {
     x = adjusted + (size_t)row * vocab_size;
-    chosen = best_of(x, vocab_size, scratch, ok);
+    chosen = best_of(x, vocab_size, scratch, ok, least);
   }
   if (needs & DRAWS && ok) {
     const float best = x[(u32)chosen], temperature = s.temperature, min_p = s.min_p;
@@ -233,9 +255,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) sample(void* results, int* 
       const float w = expf(__fdiv_rn(__fadd_rn(v, -best), temperature));
       return w >= min_p ? (u64)(w * ONE) : 0;
     };
+    const float range = __fadd_rn(best, -least);
+    const Line line = {best, range > 0 && finite(range) ? (BINS - 1) / range : 0.0f};
     u64 cutoff = ~0ull, reached;
     if (s.top_k < vocab_size)
-      cutoff = find(x, vocab_size, cutoff, (u64)s.top_k, reached, scratch, [](float) { return (u64)1; });
+      cutoff = find(x, vocab_size, line, cutoff, (u64)s.top_k, reached, scratch, [](float) { return (u64)1; });
     u64 left = 0;
     for (int i = threadIdx.x; i < vocab_size; i += THREADS)
       if (key_of(x[i], i) <= cutoff) left += mass(x[i]);
@@ -243,10 +267,10 @@ extern "C" __global__ void __launch_bounds__(512, 1) sample(void* results, int* 
     if (s.top_p < 1.0) {
       const double wanted = ceil(s.top_p * (double)left);
       const u64 target = wanted < 1.0 ? 1 : (u64)wanted;
-      cutoff = find(x, vocab_size, cutoff, target < left ? target : left, left, scratch, mass);
+      cutoff = find(x, vocab_size, line, cutoff, target < left ? target : left, left, scratch, mass);
     }
     const u64 target = (u64)(uniform(s.stream, position) * (double)left) + 1;
-    chosen = find(x, vocab_size, cutoff, target < left ? target : left, reached, scratch, mass);
+    chosen = find(x, vocab_size, line, cutoff, target < left ? target : left, reached, scratch, mass);
   }
   const int token = (int)(u32)chosen;
   Result& result = ((Result*)results)[row];
