@@ -12,7 +12,10 @@ from typing import Final
 import msgspec
 from starlette.types import Send
 
+from ds4.api.errors import ClientGoneError
+
 KEEP_ALIVE_S: Final = 5.0
+STALLED_S: Final = 120.0  # a client that takes nothing for so long counts as gone
 _TICK_S: Final = 1.0
 COMMENT: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
@@ -64,7 +67,8 @@ class EventStream:
         self._sign_of_life = sign_of_life
         self._loop = asyncio.get_running_loop()
         self.last_write_s = self._loop.time()
-        self._num_writing = 0
+        self._writers: set[asyncio.Task[object]] = set()  # tasks that wait for the client to read
+        self._is_stalled = False
         self._comment: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -72,12 +76,19 @@ class EventStream:
         await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
 
     async def write(self, frame: bytes) -> None:
-        """Send one frame; waits while the client reads too slowly."""
-        self._num_writing += 1
+        """Send one frame; waits while the client reads too slowly. Raises ClientGoneError if it reads no more."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._writers.add(task)
         try:
             await self._send({"type": "http.response.body", "body": frame, "more_body": True})
+        except asyncio.CancelledError:
+            if not self._is_stalled:
+                raise
+            task.uncancel()
+            raise ClientGoneError from None
         finally:
-            self._num_writing -= 1
+            self._writers.discard(task)
             self.last_write_s = self._loop.time()
 
     async def finish(self, frame: bytes = b"") -> None:
@@ -87,8 +98,16 @@ class EventStream:
         await self._send({"type": "http.response.body", "body": frame, "more_body": False})
 
     def tick(self, now_s: float) -> None:
-        """Send a sign of life if nothing went out lately. A blocked write is no silence of ours."""
-        if now_s - self.last_write_s < KEEP_ALIVE_S - _TICK_S or self._num_writing:
+        """Send a sign of life if nothing went out lately. A blocked write is no silence of ours, but it
+        holds a slot, so it does not last for ever.
+        """
+        if self._writers:
+            if now_s - self.last_write_s > STALLED_S:
+                self._is_stalled = True
+                for task in self._writers:
+                    task.cancel()
+            return
+        if now_s - self.last_write_s < KEEP_ALIVE_S - _TICK_S:
             return
         self._comment = self._loop.create_task(self.write(self._sign_of_life))
         self._comment.add_done_callback(self._commented)

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 from starlette.types import Message
 
-from ds4.api.sse import KEEP_ALIVE_S, MARK, EventStream, FrameTemplate, KeepAlive, event
+from ds4.api.errors import ClientGoneError
+from ds4.api.sse import KEEP_ALIVE_S, MARK, STALLED_S, EventStream, FrameTemplate, KeepAlive, event
 from ds4.protocol.openai_completions import Completion, CompletionChoice
 from tests.support.front_rig import run
 
@@ -79,6 +80,33 @@ def test_a_client_that_reads_slowly_gets_no_comments_on_top() -> None:
         await writing
         await stream.finish()
         assert sent.bodies == [b"x", b""]
+
+    _with_stream(scenario)
+
+
+def test_a_client_that_reads_no_more_counts_as_gone() -> None:
+    async def scenario(sent: _Sent, stream: EventStream) -> None:
+        sent.gate.clear()
+        writing = [asyncio.ensure_future(stream.write(b"x")) for _ in range(2)]
+        await asyncio.sleep(0)
+        stream.tick(stream.last_write_s + STALLED_S)
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in writing)
+        stream.tick(stream.last_write_s + STALLED_S + 1)
+        ends = await asyncio.gather(*writing, return_exceptions=True)
+        assert [type(end) for end in ends] == [ClientGoneError, ClientGoneError]
+
+    _with_stream(scenario)
+
+
+def test_a_cancelled_write_is_a_cancelled_write() -> None:
+    async def scenario(sent: _Sent, stream: EventStream) -> None:
+        sent.gate.clear()
+        writing = asyncio.ensure_future(stream.write(b"x"))
+        await asyncio.sleep(0)
+        writing.cancel()
+        await asyncio.wait((writing,))
+        assert writing.cancelled()
 
     _with_stream(scenario)
 
