@@ -57,17 +57,17 @@ class Admission:
             request = decode_request(submission.params)
         except msgspec.DecodeError as error:
             raise RefusedError(f"the request cannot be decoded: {error}") from None
-        self._check_prompt(submission.prompt, request)
-        self._check_request(request)
-        check_sampling(request.sampling, self._vocab_size)
         prompt, num_scored = submission.prompt, 0
         if request.scores_prompt:
             # What an earlier worker delivered is a part of the prompt again.
             num_scored = request.num_resumed_tokens
+            if not 0 <= 2 * num_scored < max(1, len(prompt)):
+                raise RefusedError(f"{num_scored} scores are more than a part of {len(prompt)} tokens has")
             prompt = prompt[: len(prompt) - num_scored]
-            if num_scored >= len(prompt):
-                raise RefusedError(f"a prompt of {len(prompt)} tokens has no {num_scored} scores")
             request = msgspec.structs.replace(request, num_resumed_tokens=0)
+        self._check_prompt(prompt, request)
+        self._check_request(request)
+        check_sampling(request.sampling, self._vocab_size)
         sequence = Sequence(
             request_id=submission.request_id,
             slot=submission.slot,
@@ -94,7 +94,7 @@ class Admission:
                 f"the prompt has {len(prompt)} tokens, and the KV cache holds {self._max_prompt_tokens}",
                 ErrorCode.TOO_LARGE,
             )
-        if len(prompt) >= self._max_context_tokens:
+        if len(prompt) >= self._max_context_tokens + request.scores_prompt:  # which needs no room for output
             raise RefusedError(
                 f"the prompt has {len(prompt)} tokens, which leaves no room for output "
                 f"in a context of {self._max_context_tokens}"

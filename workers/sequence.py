@@ -112,7 +112,11 @@ class Sequence:
         self.tokens = prompt  # array('I'): prompt, then every output id read so far
         self.num_prompt: Final = len(prompt)
         self.num_origin: Final = len(prompt) - request.num_resumed_tokens  # the client's own prompt
-        self.max_total: Final = min(self.num_origin + request.max_tokens, max_context_tokens)
+        self.max_total: Final = (
+            self.num_origin + 1  # of which the last is never drawn
+            if request.scores_prompt
+            else min(self.num_origin + request.max_tokens, max_context_tokens)
+        )
 
         self.status = Status.WAITING
         self.end: GenerationEnd | None = None

@@ -331,6 +331,22 @@ class Choices:
         return sum(counts) if counts else None
 
 
+def refuse_too_many(exchange: Exchange, job: Job) -> None:
+    """Raises RequestError for more sequences than can run at once."""
+    num_prompts, num_choices, most = (
+        len(job.prompts),
+        job.plan.num_choices,
+        exchange.state.engine.max_generations,
+    )
+    if num_prompts * num_choices > most:
+        raise RequestError(
+            f"{num_prompts} prompts with n={num_choices} are more sequences than this server runs at once "
+            f"for one request ({most})",
+            param="n" if num_choices > 1 else job.param,
+            code="invalid_value",
+        )
+
+
 @contextlib.contextmanager
 def open_choices(exchange: Exchange, job: Job) -> Iterator[Choices]:
     """Hand every choice of every prompt to the worker: all, or none.
@@ -340,13 +356,7 @@ def open_choices(exchange: Exchange, job: Job) -> Iterator[Choices]:
     """
     state, engine = exchange.state, exchange.state.engine
     prompts, plan, param = job.prompts, job.plan, job.param
-    if len(prompts) * plan.num_choices > engine.max_generations:
-        raise RequestError(
-            f"{len(prompts)} prompts with n={plan.num_choices} are more sequences than this server "
-            f"runs at once for one request ({engine.max_generations})",
-            param="n" if plan.num_choices > 1 else param,
-            code="invalid_value",
-        )
+    refuse_too_many(exchange, job)
     limit = state.max_context_tokens
     requests = [
         (index, prompt, plan.generation(len(prompt), limit, choice, param))

@@ -14,6 +14,8 @@ import msgspec
 from ds4.api.answers import Collected, Identity, collect_answer, stream_answer
 from ds4.api.choices import Choice, Choices, Job, Piece, TokenText, make_job, open_choices, with_grammar
 from ds4.api.exchange import Exchange
+from ds4.api.fill_in import fill_in_ids
+from ds4.api.prompt_scores import joined, prompt_logprobs, score_prompts
 from ds4.api.sse import MARK, FrameTemplate, event
 from ds4.api.state import ServedModel
 from ds4.errors import RequestError
@@ -27,6 +29,7 @@ from ds4.protocol.openai_completions import (
     decode_completion,
     plan_completion,
     prompts_of,
+    scores_prompt,
 )
 
 _PARAM: Final = "prompt"
@@ -38,13 +41,20 @@ async def completions(exchange: Exchange) -> None:
     request, job = await exchange.prepare(lambda body: _prepare(model, body))
     job = await with_grammar(exchange, job)
     echoes = _echoes(model, request, job.prompts)
+    if scores_prompt(request):
+        scores = await score_prompts(exchange, job)
+        given = prompts_of(request, model.vocabulary.size)
+        echoes = [
+            Echo(echo.text, prompt_logprobs(model, prompt, ids, found))
+            for echo, prompt, ids, found in zip(echoes, given, job.prompts, scores, strict=True)
+        ]
     with open_choices(exchange, job) as choices:
         identity = Identity(exchange, "cmpl-", request.model)
         if job.plan.stream:
             await _stream(exchange, choices, job.plan, identity, echoes)
         else:
-            document = _document(choices, await collect_answer(choices), identity, echoes)
-            await exchange.reply(document)
+            collected = _best(await collect_answer(choices), request.n or 1, job.plan.num_choices)
+            await exchange.reply(_document(choices, collected, identity, echoes, shown=_shows(request)))
 
 
 def _prepare(model: ServedModel, body: bytes) -> tuple[CompletionRequest, Job]:
@@ -53,6 +63,8 @@ def _prepare(model: ServedModel, body: bytes) -> tuple[CompletionRequest, Job]:
     add_special = request.add_special_tokens is not False
     prompts = prompts_of(request, model.vocabulary.size)
     ids = [prompt_ids(model, prompt, add_special=add_special) for prompt in prompts]
+    if request.suffix:
+        ids = [fill_in_ids(model, each, request.suffix) for each in ids]
     return request, make_job(ids, plan, _PARAM)
 
 
@@ -73,18 +85,45 @@ def prompt_ids(model: ServedModel, prompt: Prompt, *, add_special: bool) -> list
     return [tokenizer.bos_id]
 
 
-def _echoes(model: ServedModel, request: CompletionRequest, prompts: list[list[int]]) -> list[str]:
-    """What goes before each prompt's text: the prompt as the client gave it."""
+class Echo(msgspec.Struct, frozen=True):
+    """What goes before a prompt's text: the prompt as the client gave it, with its log-probabilities."""
+
+    text: str
+    logprobs: CompletionLogprobs | None = None
+
+
+def _echoes(model: ServedModel, request: CompletionRequest, prompts: list[list[int]]) -> list[Echo]:
     if not request.echo:
-        return [""] * len(prompts)
+        return [Echo("")] * len(prompts)
     given = prompts_of(request, model.vocabulary.size)
-    return [each if isinstance(each, str) else model.tokenizer.decode(each, special=True) for each in given]
+    decode = model.tokenizer.decode
+    return [Echo(each if isinstance(each, str) else decode(each, special=True)) for each in given]
+
+
+def _shows(request: CompletionRequest) -> bool:
+    """Whether the answer has log-probabilities: they are also made where only the best are wanted."""
+    return request.logprobs is not None and request.logprobs is not False
+
+
+def _best(collected: list[Collected], num_wanted: int, num_made: int) -> list[Collected]:
+    """For each prompt the choices whose tokens were likeliest, those first; all, where no more were made."""
+    if num_made == num_wanted:
+        return collected
+
+    def likelihood(each: Collected) -> float:
+        logprobs = [token.logprob for token in each.tokens]
+        return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
+
+    out: list[Collected] = []
+    for first in range(0, len(collected), num_made):
+        out += sorted(collected[first : first + num_made], key=likelihood, reverse=True)[:num_wanted]
+    return out
 
 
 class _CompletionChunks:
     """The frames of one choice."""
 
-    def __init__(self, identity: Identity, choice: Choice, plan: Plan, echo: str) -> None:
+    def __init__(self, identity: Identity, choice: Choice, plan: Plan, echo: Echo) -> None:
         self._identity = identity
         self._index = choice.index
         self._null_usage = plan.include_usage
@@ -102,13 +141,15 @@ class _CompletionChunks:
 
     def opening(self) -> bytes:
         """The echoed prompt."""
-        return self._template.frame(self._echo) if self._echo else b""
+        if self._echo.logprobs is not None:
+            return event(self._chunk(self._echo.text, self._echo.logprobs))
+        return self._template.frame(self._echo.text) if self._echo.text else b""
 
     def piece(self, piece: Piece) -> bytes:
         """Text, with its tokens where they were asked for."""
         if not piece.tokens:
             return self._template.frame(piece.text)
-        return event(self._chunk(piece.text, _logprobs(piece.tokens, len(self._echo))))
+        return event(self._chunk(piece.text, _logprobs(piece.tokens, len(self._echo.text))))
 
     def ending(self, choice: Choice, finish: str) -> bytes:
         """The finish reason, and the times."""
@@ -127,7 +168,7 @@ def _completion(identity: Identity, choices: list[CompletionChoice], *, null_usa
 
 
 async def _stream(
-    exchange: Exchange, choices: Choices, plan: Plan, identity: Identity, echoes: list[str]
+    exchange: Exchange, choices: Choices, plan: Plan, identity: Identity, echoes: list[Echo]
 ) -> None:
     def usage_frame() -> bytes:
         chunk = _completion(identity, [], null_usage=True)
@@ -142,16 +183,19 @@ async def _stream(
 
 
 def _document(
-    choices: Choices, collected: list[Collected], identity: Identity, echoes: list[str]
+    choices: Choices, collected: list[Collected], identity: Identity, echoes: list[Echo], *, shown: bool
 ) -> Completion:
     answers = []
-    for each in collected:
+    for index, each in enumerate(collected):
         echo = echoes[each.choice.prompt_index]
+        logprobs = None
+        if shown:
+            logprobs = joined(echo.logprobs, _logprobs(each.tokens, len(echo.text)))
         answers.append(
             CompletionChoice(
-                index=each.choice.index,
-                text=echo + each.text,
-                logprobs=_logprobs(each.tokens, len(echo)) if each.choice.wants_tokens else None,
+                index=index,
+                text=echo.text + each.text,
+                logprobs=logprobs,
                 finish_reason=each.finish,
             )
         )

@@ -31,6 +31,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     prompt: str | list[Any] | None = None
     echo: bool | None = None
     logprobs: int | bool | None = None
+    suffix: str | None = None
     add_special_tokens: bool | None = None
 
 
@@ -65,6 +66,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     timings: Timings | msgspec.UnsetType = msgspec.UNSET
 
 
+_HONOURED: Final = frozenset({"suffix"})  # of the fields that other routes refuse
 _decoder: Final = msgspec.json.Decoder(CompletionRequest)
 
 
@@ -80,13 +82,31 @@ def plan_completion(request: CompletionRequest, defaults: SamplingDefaults, voca
         num_logprobs = 0
     elif request.logprobs is not None and request.logprobs is not False:
         num_logprobs = check_top_logprobs("logprobs", request.logprobs)
-    if request.echo and num_logprobs != NO_LOGPROBS:
-        raise RequestError(
-            "echo together with logprobs is not supported: prompt log-probabilities are not computed",
-            param="echo",
-            code="unsupported_parameter",
-        )
-    return make_plan(request, defaults, vocabulary, num_logprobs=num_logprobs, least_max_tokens=0)
+    num_wanted = request.n if request.n is not None else 1
+    if request.best_of is not None and request.best_of != num_wanted:
+        if request.best_of < num_wanted:
+            raise _bad_best_of(f"must be at least n, which is {num_wanted}")
+        if request.stream:
+            raise _bad_best_of("cannot be more than n in a stream: the best is known at the end only")
+        request = msgspec.structs.replace(request, n=request.best_of)
+        num_logprobs = max(0, num_logprobs)  # they tell which are the best
+    return make_plan(
+        request,
+        defaults,
+        vocabulary,
+        num_logprobs=num_logprobs,
+        least_max_tokens=0,
+        honoured=_HONOURED,
+    )
+
+
+def scores_prompt(request: CompletionRequest) -> bool:
+    """Whether the tokens of the prompt shall have log-probabilities too."""
+    return bool(request.echo) and request.logprobs is not None and request.logprobs is not False
+
+
+def _bad_best_of(message: str) -> RequestError:
+    return RequestError(f"best_of: {message}", param="best_of", code="invalid_value")
 
 
 def prompts_of(request: CompletionRequest, vocabulary_size: int) -> list[Prompt]:

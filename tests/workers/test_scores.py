@@ -158,6 +158,21 @@ def test_a_row_that_fails_ends_its_prompt_alone(tmp_path: Path, depth: int) -> N
     run(test())
 
 
+@DEPTHS
+def test_a_prompt_may_fill_the_context(tmp_path: Path, depth: int) -> None:
+    async def test() -> None:
+        async with EngineRig(tmp_path, pipeline_depth=depth, context=64).serving() as rig:
+            client, longer = _score(rig, _PROMPT[:64]), _score(rig, _PROMPT[:65])
+            resumed = _score(rig, [*_PROMPT[:64], *_PROMPT[1:60]], num_resumed_tokens=59)
+            await rig.finish(client, longer, resumed)
+            _is_scored(client, _PROMPT[:64])
+            assert resumed.tokens == _PROMPT[60:64]
+            assert longer.end is not None
+            assert longer.end.error_code == ErrorCode.INVALID_REQUEST
+
+    run(test())
+
+
 def test_a_prompt_of_one_token_has_nothing_to_score(tmp_path: Path) -> None:
     async def test() -> None:
         async with EngineRig(tmp_path).serving() as rig:
@@ -171,7 +186,7 @@ def test_a_prompt_of_one_token_has_nothing_to_score(tmp_path: Path) -> None:
 def test_more_scores_than_the_prompt_can_have_are_refused(tmp_path: Path) -> None:
     async def test() -> None:
         async with EngineRig(tmp_path).serving() as rig:
-            client = _score(rig, [5, 6, 7, 8], num_resumed_tokens=3)
+            client = _score(rig, [5, 6, 7, 8], num_resumed_tokens=2)
             await rig.finish(client)
             assert client.end is not None
             assert client.end.error_code == ErrorCode.INVALID_REQUEST

@@ -7,7 +7,7 @@ import pytest
 
 from ds4.errors import RequestError
 from ds4.protocol.common import SamplingDefaults, Vocabulary
-from ds4.protocol.openai_completions import decode_completion, plan_completion, prompts_of
+from ds4.protocol.openai_completions import decode_completion, plan_completion, prompts_of, scores_prompt
 
 _VOCABULARY = Vocabulary(size=100, end_ids=frozenset({2}))
 
@@ -50,7 +50,14 @@ def test_logprobs_are_a_count(logprobs: Any, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"), [({"logprobs": 21}, "logprobs"), ({"logprobs": 1, "echo": True}, "echo")]
+    ("fields", "param"),
+    [
+        ({"logprobs": 21}, "logprobs"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"best_of": 0}, "best_of"),
+        ({"best_of": 1000}, "n"),
+    ],
 )
 def test_what_is_not_computed_is_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
@@ -62,3 +69,25 @@ def test_no_tokens_at_all_may_be_asked_for() -> None:
     plan = plan_completion(_decode(prompt="x", max_tokens=0), SamplingDefaults(), _VOCABULARY)
     assert plan.generation(5, 100, 0, "prompt").max_tokens == 0
     assert plan.generation(100, 100, 0, "prompt").max_tokens == 0
+
+
+def test_the_best_are_chosen_among_more_with_the_help_of_log_probabilities() -> None:
+    plan = plan_completion(_decode(prompt="x", n=2, best_of=5), SamplingDefaults(), _VOCABULARY)
+    assert plan.num_choices == 5
+    assert plan.sampling.num_logprobs == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "scores"),
+    [
+        ({"echo": True, "logprobs": 0}, True),
+        ({"echo": True, "logprobs": True}, True),
+        ({"echo": True, "logprobs": False}, False),
+        ({"echo": True}, False),
+        ({"logprobs": 1}, False),
+    ],
+)
+def test_a_prompt_is_scored_where_it_is_echoed_with_log_probabilities(
+    fields: dict[str, Any], scores: bool
+) -> None:
+    assert scores_prompt(_decode(prompt="x", **fields)) is scores
