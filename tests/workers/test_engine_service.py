@@ -77,7 +77,7 @@ def test_there_is_no_batch_line_unless_asked(tmp_path: Path, standard_error: io.
 
 @DEPTHS
 def test_a_device_fault_is_raised_and_shown_in_the_batch_line(
-    tmp_path: Path, depth: int, standard_error: io.StringIO
+    tmp_path: Path, depth: int, standard_error: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test() -> None:
         async with rig_with(tmp_path, depth, batch_log=True).serving() as rig:
@@ -89,7 +89,7 @@ def test_a_device_fault_is_raised_and_shown_in_the_batch_line(
             assert client.end is None, "the front end resumes it elsewhere: it must not have an ending"
             assert rig.metrics.value("ds4_step_errors_total") == 1
             rig.ring.close()
-            rig.ring.close = lambda: None  # type: ignore[method-assign]
+            monkeypatch.setattr(rig.ring, "close", lambda: None)
             with pytest.raises(RingUnavailableError):
                 await client.task
             assert client.tokens == generate([1], len(client.tokens), VOCAB_SIZE)
