@@ -25,8 +25,7 @@ __device__ __forceinline__ void read_row(const void* table, const void*, int, in
 }
 #else
 __device__ __forceinline__ float weight_of(const Scale& s, int half, int q) {
-  return __fadd_rn(__fmul_rn(s.scale, (float)(s.multiplier[half] * (q - OFFSET))),
-                   HAS_MIN ? __fmul_rn(s.min, (float)s.min_multiplier[half]) : 0.0f);
+  return __fadd_rn(__fmul_rn(s.scale[half], (float)(q - OFFSET)), s.min[half]);
 }
 template <class Write>
 __device__ __forceinline__ void read_row(const void* table, const void* codebook, int num_tiles, int num_units, int size,

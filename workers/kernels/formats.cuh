@@ -14,8 +14,8 @@
 //     scales  [8 g][2 outputs g, g + 8][...]
 //     super   [tiles][units / 4][8 g][2] one or two float16 for 256 inputs
 //
-// A weight is  scale * multiplier * (q - OFFSET) + min * min_multiplier:  the scale and the min are
-// floats of one output and 32 inputs, the multipliers are integers of 32 or (HALVES) 16 inputs.
+// A weight is  scale * (q - OFFSET) + min  with a scale and a min for each output and 32 or (HALVES) 16 inputs,
+// both of them stored as a float16, or as a float16 of 256 inputs times a small integer.
 #pragma once
 #include "matmul.cuh"
 
@@ -192,9 +192,10 @@ __device__ __forceinline__ void operand(u32 (&a)[4], const Unit& u, const Matrix
 }
 
 // ---- scales --------------------------------------------------------------------------------------------
+// Of one output and 16 inputs each; both halves are equal unless HALVES. Products of a float16 and an integer of at
+// most 8 bits, so exact.
 struct Scale {
-  float scale, min;                            // of one output and 32 inputs
-  int multiplier[2], min_multiplier[2];  // of 16 inputs each; equal unless HALVES
+  float scale[2], min[2];
 };
 __device__ __forceinline__ float low_half(u32 bits) {
   const u16 h = (u16)bits;
@@ -207,38 +208,44 @@ __device__ __forceinline__ int unsigned_byte(u32 bits, int index) { return (u8)(
 // Of output g (0) or g + 8 (1), block 0 or 1.
 __device__ __forceinline__ Scale scale_of(const Unit& u, int output, int block) {
   Scale s;
-  s.multiplier[0] = s.multiplier[1] = s.min_multiplier[0] = s.min_multiplier[1] = 1;
-  s.min = 0;
+  s.min[0] = s.min[1] = 0;
   if constexpr (one_of(GGML_Q4_1, GGML_Q5_1)) {
     const u32 pair = block ? u.scales[2 * output + 1] : u.scales[2 * output];  // no index at run time: registers have none
-    s.scale = low_half(pair);
-    s.min = high_half(pair);
+    s.scale[0] = low_half(pair);
+    s.min[0] = high_half(pair);
   } else if constexpr (one_of(GGML_Q4_K, GGML_Q5_K)) {
-    s.scale = low_half(u.super[output]);
-    s.min = -high_half(u.super[output]);
-    s.multiplier[0] = s.multiplier[1] = unsigned_byte(u.scales[output], 2 * block);
-    s.min_multiplier[0] = s.min_multiplier[1] = unsigned_byte(u.scales[output], 2 * block + 1);
+    s.scale[0] = low_half(u.super[output]) * unsigned_byte(u.scales[output], 2 * block);
+    s.min[0] = -high_half(u.super[output]) * unsigned_byte(u.scales[output], 2 * block + 1);
   } else if constexpr (one_of(GGML_Q2_K)) {
-    s.scale = low_half(u.super[output]);
-    s.min = -high_half(u.super[output]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int both = unsigned_byte(u.scales[output], 2 * block + i);
-      s.multiplier[i] = both & 15;
-      s.min_multiplier[i] = both >> 4;
+      s.scale[i] = low_half(u.super[output]) * (both & 15);
+      s.min[i] = -high_half(u.super[output]) * (both >> 4);
     }
   } else if constexpr (one_of(GGML_Q3_K, GGML_Q6_K)) {
-    s.scale = low_half(u.super[0] >> 16 * output);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) s.multiplier[i] = signed_byte(u.scales[output], 2 * block + i);
+    for (int i = 0; i < 2; ++i)
+      s.scale[i] = low_half(u.super[0] >> 16 * output) * signed_byte(u.scales[output], 2 * block + i);
   } else if constexpr (one_of(GGML_IQ4_XS, GGML_IQ2_XXS)) {
-    s.scale = low_half(u.super[0] >> 16 * output) * (CODEBOOK ? 0.125f : 1.0f);
-    s.multiplier[0] = s.multiplier[1] = signed_byte(u.scales[0], 2 * output + block);
+    const float eighth = CODEBOOK ? 0.125f : 1.0f;
+    s.scale[0] = low_half(u.super[0] >> 16 * output) * eighth * signed_byte(u.scales[0], 2 * output + block);
   } else if constexpr (one_of(GGML_MXFP4)) {
     const u32 e = unsigned_byte(u.scales[0], 2 * output + block);  // 2^(e - 128), the table holds doubles
-    s.scale = __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
+    s.scale[0] = __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
   } else {
-    s.scale = low_half(u.scales[output] >> 16 * block);
+    s.scale[0] = low_half(u.scales[output] >> 16 * block);
+  }
+  if constexpr (!HALVES) {
+    s.scale[1] = s.scale[0];
+    s.min[1] = s.min[0];
   }
   return s;
 }
+
+// ---- integer sums as floats ------------------------------------------------------------------------------
+// An integer n with |n| < 2^22 that was added to MAGIC_BITS is, read as a float, MAGIC + n exactly: sums that start
+// there need no conversion, which takes several times as long as an addition.
+#define MAGIC_BITS 0x4B400000
+#define MAGIC 12582912.0f
+__device__ __forceinline__ float from_magic(int bits) { return __fadd_rn(__int_as_float(bits), -MAGIC); }

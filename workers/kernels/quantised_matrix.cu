@@ -15,7 +15,7 @@
 
 #define SLICES 8
 
-// Formats with more parts leave no registers for both blocks at once, nor (in matrix_64) for a unit loaded ahead.
+// In matrix_64 formats with more parts leave no registers for a unit that is loaded ahead, nor for both blocks at once.
 constexpr bool ROOMY = !HALVES && !FIVE_BITS;
 
 __device__ __forceinline__ int slice_start(int slice, int num_units) { return slice * num_units / SLICES; }
@@ -33,38 +33,34 @@ __device__ __forceinline__ void add_unit(float (&acc)[N][4], const Unit& u, cons
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       const uint2 b = values(n, block);
-      float row_scale[2];
-      int first_sum[2], last_sum[2];
+      float row_scale[2], row_sum[2][2];
+      int start[2][2];  // of the integer sums: what offsets add, in MAGIC
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const uint2 r = record(n, c, block);
         row_scale[c] = __uint_as_float(r.x);
-        first_sum[c] = (short)r.y;
-        last_sum[c] = (int)r.y >> 16;
-      }
-      int first[4], last[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        first[i] = -OFFSET * (HALVES ? first_sum[i & 1] : first_sum[i & 1] + last_sum[i & 1]);
-        last[i] = -OFFSET * last_sum[i & 1];
-      }
-      if constexpr (HALVES) {
-        const u32 a_first[2] = {a[0], a[1]}, a_last[2] = {a[2], a[3]}, b_first[1] = {b.x}, b_last[1] = {b.y};
-        mma_s8_k16(first, a_first, b_first);
-        mma_s8_k16(last, a_last, b_last);
-      } else {
-        const u32 both[2] = {b.x, b.y};
-        mma_s8_k32(first, a, both);
+        const int first_sum = (short)r.y, last_sum = (int)r.y >> 16;
+        start[c][0] = MAGIC_BITS - OFFSET * (HALVES ? first_sum : first_sum + last_sum);
+        start[c][1] = MAGIC_BITS - OFFSET * last_sum;
+        row_sum[c][0] = __fmul_rn(row_scale[c], (float)(HALVES ? first_sum : first_sum + last_sum));
+        row_sum[c][1] = __fmul_rn(row_scale[c], (float)last_sum);
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const Scale& s = scales[i >> 1];
-        const int c = i & 1;
-        const int dot = HALVES ? s.multiplier[0] * first[i] + s.multiplier[1] * last[i] : s.multiplier[0] * first[i];
-        acc[n][i] = __fmaf_rn(__fmul_rn(s.scale, row_scale[c]), __int2float_rn(dot), acc[n][i]);
-        if constexpr (HAS_MIN) {
-          const int sum = s.min_multiplier[0] * first_sum[c] + s.min_multiplier[1] * last_sum[c];
-          acc[n][i] = __fmaf_rn(__fmul_rn(s.min, row_scale[c]), __int2float_rn(sum), acc[n][i]);
+      for (int half = 0; half < (HALVES ? 2 : 1); ++half) {
+        int dots[4] = {start[0][half], start[1][half], start[0][half], start[1][half]};
+        if constexpr (HALVES) {
+          const u32 own_a[2] = {a[2 * half], a[2 * half + 1]}, own_b[1] = {half ? b.y : b.x};
+          mma_s8_k16(dots, own_a, own_b);
+        } else {
+          const u32 both[2] = {b.x, b.y};
+          mma_s8_k32(dots, a, both);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const Scale& s = scales[i >> 1];
+          const int c = i & 1;
+          acc[n][i] = __fmaf_rn(__fmul_rn(s.scale[half], row_scale[c]), from_magic(dots[i]), acc[n][i]);
+          if constexpr (HAS_MIN) acc[n][i] = __fmaf_rn(s.min[half], row_sum[c][half], acc[n][i]);
         }
       }
     }
@@ -94,7 +90,7 @@ __device__ __forceinline__ void few_rows(float* out, int out_stride, int out_off
     for (; unit < end; ++unit) {
       const Unit u = next;
       if (unit + 1 < end) load_unit(next, m, tile, unit + 1);
-      add_unit<N, N >= 4 && !ROOMY ? 1 : 2>(
+      add_unit<N, N >= 4 ? 1 : 2>(
           acc, u, m,
           [&](int n, int block) {
             const size_t row = min(first_row + 8 * n + g, num_rows - 1);

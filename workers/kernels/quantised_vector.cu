@@ -47,18 +47,21 @@ __device__ __forceinline__ void vector_product(float* out, int out_stride, int o
           const u32 both_sums = block ? record[r].w : record[r].y;
           // What belongs to the whole block, not to this lane's quarter, is added by one of the four lanes.
           const int first_sum = t == 0 ? (short)both_sums : 0, last_sum = t == 0 ? (int)both_sums >> 16 : 0;
-          int dot;
           if constexpr (HALVES) {
-            dot = s.multiplier[0] * __dp4a((int)a[o], b0, -OFFSET * first_sum) +
-                  s.multiplier[1] * __dp4a((int)a[o + 2], b1, -OFFSET * last_sum);
+            const int first = __dp4a((int)a[o], b0, MAGIC_BITS - OFFSET * first_sum);
+            const int last = __dp4a((int)a[o + 2], b1, MAGIC_BITS - OFFSET * last_sum);
+            acc[r][o] = __fmaf_rn(__fmul_rn(s.scale[0], scale), from_magic(first), acc[r][o]);
+            acc[r][o] = __fmaf_rn(__fmul_rn(s.scale[1], scale), from_magic(last), acc[r][o]);
           } else {
-            dot = s.multiplier[0] *
-                  __dp4a((int)a[o + 2], b1, __dp4a((int)a[o], b0, -OFFSET * (first_sum + last_sum)));
+            const int start = MAGIC_BITS - OFFSET * (first_sum + last_sum);
+            const int dot = __dp4a((int)a[o + 2], b1, __dp4a((int)a[o], b0, start));
+            acc[r][o] = __fmaf_rn(__fmul_rn(s.scale[0], scale), from_magic(dot), acc[r][o]);
           }
-          acc[r][o] = __fmaf_rn(__fmul_rn(s.scale, scale), __int2float_rn(dot), acc[r][o]);
-          if constexpr (HAS_MIN) {
-            const int sum = s.min_multiplier[0] * first_sum + s.min_multiplier[1] * last_sum;
-            acc[r][o] = __fmaf_rn(__fmul_rn(s.min, scale), __int2float_rn(sum), acc[r][o]);
+          if constexpr (HAS_MIN && HALVES) {
+            acc[r][o] = __fmaf_rn(s.min[0], __fmul_rn(scale, (float)first_sum), acc[r][o]);
+            acc[r][o] = __fmaf_rn(s.min[1], __fmul_rn(scale, (float)last_sum), acc[r][o]);
+          } else if constexpr (HAS_MIN) {
+            acc[r][o] = __fmaf_rn(s.min[0], __fmul_rn(scale, (float)(first_sum + last_sum)), acc[r][o]);
           }
         }
       }
