@@ -86,7 +86,8 @@ class StepBatch:
         self.num_sequences = 0
         self.sequence_seats = np.zeros(seats, np.int32)  # [num_sequences]
         self.sequence_starts = np.zeros(seats + 1, np.int32)  # [num_sequences + 1] row offsets
-        # [num_sequences, max_pages_per_sequence]; entries past the sequence's last page are undefined
+        # [num_sequences, max_pages_per_sequence]; entries past the sequence's last page are undefined, the
+        # others stay what they were while the sequence holds its seat
         self.page_tables = np.zeros((seats, limits.max_pages_per_sequence), np.int32)
         self.num_samples = 0
         self.sample_rows = np.zeros(

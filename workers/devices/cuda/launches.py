@@ -150,7 +150,6 @@ class Launches:
         self._pitch = table_pitch
         self._split_tokens = split_tokens(limits)
         self._max_splits = -(-limits.max_context_tokens // self._split_tokens)
-        self._weights = Weights(backend)
         memory = _buffer_sizes(sizes, limits)
         buffers = {
             name: backend.allocate(getattr(memory, name), np.uint8) for name in memory.__struct_fields__
@@ -168,10 +167,14 @@ class Launches:
         self._keys, self._cached_values = cache[0::2], cache[1::2]
         self._tables: dict[int, DeviceArray] = {}
         self._recorded: dict[Kernel, None] | None = None  # in order; not None while nothing is launched
-        self._steps: list[Launch] = [
-            self._load(operation, program.operations[index + 1 :])
-            for index, operation in enumerate(program.operations)
-        ]
+        self._weights = Weights(backend, program)
+        try:
+            self._steps: list[Launch] = [
+                self._load(operation, program.operations[index + 1 :])
+                for index, operation in enumerate(program.operations)
+            ]
+        finally:
+            self._weights.close()
 
     def kernels(self, blocks: Sequence[Block]) -> list[Kernel]:
         """What steps of these sizes launch, without launching it."""

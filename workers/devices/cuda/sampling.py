@@ -150,7 +150,8 @@ class DeviceSampler:
 
     def constrained(self, seats: NDArray[np.int32]) -> list[int]:
         """Those of `seats` whose next token has to match a constraint."""
-        return [seat for seat in seats.tolist() if seat in self.host_masks]
+        wanted: list[int] = seats[(self._records["needs"][seats] & NEED_MASKED) != 0].tolist()
+        return wanted
 
     def upload_masks(self, seats: list[int]) -> None:
         """Wait for the masks of these seats and queue their copies."""

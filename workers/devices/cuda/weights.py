@@ -1,13 +1,17 @@
-"""Weights on the device: packed for the kernels, uploaded once, one tensor of host memory at a time.
+"""Weights on the device: packed for the kernels, uploaded once, a few tensors of host memory at a time.
 
-Owns: the device memory of all weights. Runs in: the worker, at load. Source: `workers/quant/repack.py`.
+Owns: the device memory of all weights, and threads while it loads. Runs in: the worker, at load. Source:
+`workers/quant/repack.py`.
 
 Types that no kernel reads are widened to float16. So are parts that must be one matrix (gate and up)
 where a file gives them different types; q, k and v may differ, each run of one type is a matrix.
 """
 
-from collections.abc import Sequence
-from functools import cache
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, partial
 from itertools import groupby
 from typing import Final
 
@@ -17,7 +21,16 @@ from numpy.typing import NDArray
 
 from ds4.ggml_types import GgmlType
 from workers.devices.cuda.backend import Backend, DeviceArray
-from workers.model.program import GateUpMatmul, Program, Tensor
+from workers.model.program import (
+    DownMatmul,
+    Embed,
+    GateUpMatmul,
+    Logits,
+    OutputMatmul,
+    Program,
+    QkvMatmul,
+    Tensor,
+)
 from workers.quant.dequantise import dequantise, row_bytes
 from workers.quant.repack import (
     FLOAT_TYPES,
@@ -30,6 +43,7 @@ from workers.quant.repack import (
 )
 
 _WIDE: Final = GgmlType.F16
+_MAX_THREADS: Final = 8
 
 
 class DeviceMatrix(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,13 +123,85 @@ def weight_bytes(program: Program) -> int:
     return sum(found.values())
 
 
-class Weights:
-    """Uploads tensors; what a program uses twice is uploaded once. Owned by one device."""
+class _Packer:
+    """Packs a program's matrices ahead of their use, a few at a time, on threads of its own.
 
-    def __init__(self, backend: Backend) -> None:
+    NumPy works without the interpreter's lock for the most part, and packing is what loading takes.
+    """
+
+    def __init__(self, jobs: Mapping[str, Callable[[], PackedMatrix]]) -> None:
+        self._waiting = deque(jobs.items())
+        threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ds4-pack")
+        self._packed: dict[str, Future[PackedMatrix]] = {}
+        for _ in range(threads + 1):  # so many matrices are in host memory at once
+            self._start_next()
+
+    def _start_next(self) -> None:
+        if self._waiting:
+            name, job = self._waiting.popleft()
+            self._packed[name] = self._pool.submit(job)
+
+    def take(self, name: str) -> PackedMatrix:
+        """The matrix, which must be the next in order or one of the few after it. Once each."""
+        packed = self._packed.pop(name).result()
+        self._start_next()
+        return packed
+
+    def close(self) -> None:
+        """End the threads."""
+        self._waiting.clear()
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _name(tensors: Sequence[Tensor]) -> str:
+    return "|".join(tensor.name for tensor in tensors)
+
+
+def _jobs(program: Program) -> dict[str, Callable[[], PackedMatrix]]:
+    """How each matrix of a program is packed, by name, in the order of their use."""
+    jobs: dict[str, Callable[[], PackedMatrix]] = {}
+    for operation in program.operations:
+        match operation:
+            case Embed():
+                runs = [[operation.table]]
+            case QkvMatmul():
+                runs = runs_of_one_type((operation.q, operation.k, operation.v))
+            case OutputMatmul() | DownMatmul() | Logits():
+                runs = [[operation.weight]]
+            case GateUpMatmul():
+                both = [operation.gate, operation.up]
+                jobs[_name(both)] = partial(_pack_pair, operation.gate, operation.up)
+                continue
+            case _:
+                continue
+        for run in runs:
+            jobs.setdefault(_name(run), partial(_pack, run))
+    return jobs
+
+
+def _pack(tensors: Sequence[Tensor]) -> PackedMatrix:
+    kind = stored_type(tensors[0])
+    return repack([(_blocks(tensor, kind), tensor.shape) for tensor in tensors], kind)
+
+
+def _pack_pair(gate: Tensor, up: Tensor) -> PackedMatrix:
+    kind = pair_type(gate, up)
+    return repack_gate_up(_blocks(gate, kind), _blocks(up, kind), gate.shape, kind)
+
+
+class Weights:
+    """Uploads a program's tensors in its order; what is used twice is uploaded once. Owned by one device."""
+
+    def __init__(self, backend: Backend, program: Program) -> None:
         self._backend = backend
+        self._packer = _Packer(_jobs(program))
         self._matrices: dict[str, DeviceMatrix] = {}
         self._codebook: DeviceArray | None = None
+
+    def close(self) -> None:
+        """Everything is loaded, or nothing will be: end the threads."""
+        self._packer.close()
 
     def _upload(self, host: NDArray[np.generic]) -> DeviceArray:
         array = self._backend.allocate(host.nbytes, np.uint8)
@@ -138,18 +224,15 @@ class Weights:
 
     def matrix(self, tensors: Sequence[Tensor]) -> DeviceMatrix:
         """All outputs of tensors of one type, as one matrix."""
-        name = "|".join(tensor.name for tensor in tensors)
+        name = _name(tensors)
         if name not in self._matrices:
-            kind = stored_type(tensors[0])
-            packed = repack([(_blocks(tensor, kind), tensor.shape) for tensor in tensors], kind)
+            packed = self._packer.take(name)
             self._matrices[name] = self._device_matrix(packed, packed.num_outputs)
         return self._matrices[name]
 
     def gate_up(self, gate: Tensor, up: Tensor) -> DeviceMatrix:
         """Both as one matrix whose tiles hold eight outputs of each."""
-        kind = pair_type(gate, up)
-        packed = repack_gate_up(_blocks(gate, kind), _blocks(up, kind), gate.shape, kind)
-        return self._device_matrix(packed, gate.shape[0])
+        return self._device_matrix(self._packer.take(_name([gate, up])), gate.shape[0])
 
     def _device_matrix(self, packed: PackedMatrix, num_outputs: int) -> DeviceMatrix:
         codebook = None
