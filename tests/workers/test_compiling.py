@@ -222,10 +222,13 @@ def test_a_grammar_that_fails_on_the_way_ends_its_row_alone(model: Model, tmp_pa
 
     async def test() -> None:
         async with model.rig(tmp_path, grammars=Grammars(without_z)).serving() as rig:
-            bad = rig.submit([5], 50, grammar='start: "az"', stop_token_ids=model.ends)
+            prompt = [5 + number for number in range(40)]
+            bad = rig.submit(prompt, 50, grammar='start: "az"', stop_token_ids=model.ends)
             good = constrained(rig, model, 3)
             await rig.finish(bad, good)
             assert model.text(bad) == "a"
+            await rig.finish(same := rig.submit(prompt, 1))
+            assert fields_of(same.end)["num_cached_tokens"] == 32  # its keys and values were in order
             assert fields_of(bad.end)["error_code"] == ErrorCode.GRAMMAR
             schemas.check(model.text(good), schemas.ALL[1])
 

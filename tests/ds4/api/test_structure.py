@@ -142,6 +142,14 @@ def test_a_forced_call_is_a_grammar_and_its_answer_a_call(tmp_path: Path, choice
     with_front(tmp_path, scenario, CALL)
 
 
+def test_a_forced_call_can_end_even_if_the_end_is_to_be_ignored(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        await front.chat(max_tokens=60, tools=TOOLS, tool_choice="required", ignore_eos=True)
+        assert set(front.state.model.vocabulary.end_ids) <= set(asked(front).stop_token_ids)
+
+    with_front(tmp_path, scenario, CALL)
+
+
 def test_a_call_may_stand_in_the_place_of_a_structured_answer(tmp_path: Path) -> None:
     async def scenario(front: Front) -> None:
         answer = await front.chat(max_tokens=60, tools=TOOLS, guided_json={"const": 1})

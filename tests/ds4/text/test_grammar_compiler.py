@@ -116,6 +116,14 @@ def test_a_bomb_is_refused_and_the_next_grammar_is_compiled(tmp_path: Path) -> N
     run(tmp_path, scenario)
 
 
+def test_the_same_source_from_many_is_checked_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(compiler: GrammarCompiler) -> None:
+        await asyncio.gather(*(refused(compiler, BOMB) for _ in range(4)))
+        assert len(caplog.records) == 1
+
+    run(tmp_path, scenario)
+
+
 def test_a_source_over_the_limit_is_refused_before_anybody_looks_at_it(tmp_path: Path) -> None:
     async def scenario(compiler: GrammarCompiler) -> None:
         error = await refused(compiler, GrammarSource("regex", "a" * (MAX_GRAMMAR_BYTES + 1)))

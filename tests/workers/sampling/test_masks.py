@@ -43,6 +43,7 @@ class Source:
             bits = np.zeros(masks.shape[1] * 32, np.uint8)
             if len(one.read) >= len(one.allowed):
                 one.failure = "nothing more"
+                bits[0] = 1  # as llguidance, which then allows the end
             else:
                 bits[list(one.allowed[len(one.read)])] = 1
             masks[each.seat] = np.packbits(bits, bitorder="little").view(np.uint32)
@@ -163,7 +164,8 @@ def test_a_failed_constraint_fails_its_row_alone_and_the_seat_can_be_used_again(
     result = sample(sampler, rows(2), [0, 1])
     assert result.ok[:2].tolist() == [False, True]
     assert failing.failure
-    sampler.seat(0, params())
+    # One whose logits are changed too, if only by nothing.
+    sampler.seat(0, params(sampling=SamplingParams(temperature=0.0, logit_bias=((1, 0.0),))))
     again = sample(sampler, rows(1), [0])
     assert again.ok[0]
     assert again.token_ids[0] == rows(1)[0].argmax()
