@@ -112,7 +112,7 @@ def remove_orphan_bells(directory: Path, leases: Leases) -> None:
 
 def leave(directory: Path, leases: Leases) -> None:
     """Give up every place; the last one to leave clears the directory."""
-    if leases.take_all():
+    if leases.take_all_leaving():
         for name in os.listdir(directory):
             if _FRONT_END_BELL.fullmatch(name):
                 (directory / name).unlink(missing_ok=True)

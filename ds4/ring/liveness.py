@@ -83,6 +83,17 @@ class Leases:
         """Take every place: True when nobody else lives here, and then nobody can arrive."""
         return self._fd >= 0 and self._lock(fcntl.F_WRLCK, 0, _TO_THE_END) and self._is_current()
 
+    def take_all_leaving(self) -> bool:
+        """Give up our own places, and take every place if we are the last one: then True.
+
+        Of several that leave at once each may hold what stops the others. So the places are given up before
+        the second look: whoever looks last finds nobody.
+        """
+        if self.take_all():
+            return True
+        self._lock(fcntl.F_UNLCK, 0, _TO_THE_END)
+        return self.take_all()
+
     def remove(self) -> None:
         """Remove the file. Only while `take_all` holds: an arrival then finds out and opens a new one."""
         self.path.unlink(missing_ok=True)

@@ -84,3 +84,23 @@ def test_the_last_one_to_leave_clears_the_directory_and_only_ours(tmp_path: Path
     assert "ring" in os.listdir(tmp_path)
     leave(tmp_path, last)
     assert os.listdir(tmp_path) == ["somebody-elses"]
+
+
+def test_of_two_that_leave_at_the_same_moment_one_clears_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Leases(tmp_path), Leases(tmp_path)
+    assert first.take(0)
+    assert second.take(1)
+    (tmp_path / "ring").write_bytes(b"")
+    take_all = first.take_all
+
+    def take_all_meanwhile() -> bool:
+        monkeypatch.undo()
+        is_last = take_all()
+        leave(tmp_path, second)  # looks while the first still has its place
+        return is_last
+
+    monkeypatch.setattr(first, "take_all", take_all_meanwhile)
+    leave(tmp_path, first)
+    assert os.listdir(tmp_path) == []
