@@ -23,6 +23,8 @@ usage: ds4-server [flags]            serve: one worker and its front ends on thi
        ds4-server worker [flags]     the worker alone (containers)
        ds4-server reload [flags]     replace the front ends of the running server, one by one
        ds4-server reload worker      replace its worker by hand-over (both are loaded for a moment)
+       ds4-server control [flags]    what can be changed while the server runs, and what is in force
+       ds4-server control NAME VALUE [flags]    change it; VALUE default: take the change back
        ds4-server config [flags]     the settings in force; --markdown: the table; --env: an env file
        ds4-server ring [flags]       what goes on in the shared-memory ring right now
        ds4-server --help | --version
@@ -126,6 +128,27 @@ def _reload(arguments: list[str]) -> int:
     return reload(settings, what, lambda text: print(text, flush=True))
 
 
+def _control(arguments: list[str]) -> int:
+    change = arguments[:2] if arguments and not arguments[0].startswith("-") else []
+    settings = config.load_settings(arguments[len(change) :])
+    from ds4.ring.control import NAMES, ControlPage
+    from ds4.shared_dir import is_inhabited, shared_directory
+
+    directory = shared_directory(settings)
+    if not is_inhabited(directory):
+        raise ConfigError(f"no server runs in {directory}; give the same --port or --shared-dir as to it")
+    page = ControlPage(directory)
+    if change:
+        name, raw = change[0].replace("-", "_"), "".join(change[1:])
+        if name not in NAMES:
+            raise ConfigError(f"{change[0]} cannot be changed while the server runs: {', '.join(NAMES)} can")
+        page.set(name, None if raw == "default" else int(config.parse_value(name, raw)))
+    for name in NAMES:
+        value = page.get(name, 0) if page.is_set(name) else "as started"
+        print(f"{name}={value}")
+    return 0
+
+
 def _ring(arguments: list[str]) -> int:
     settings = config.load_settings(arguments)
     from ds4.ring.dump import dump
@@ -142,6 +165,7 @@ _COMMANDS: Final[dict[str, Callable[[list[str]], int]]] = {
     "config": _config,
     "ring": _ring,
     "reload": _reload,
+    "control": _control,
 }
 
 

@@ -326,6 +326,14 @@ def _value(setting: Setting, raw: str, source: str) -> Any:
     return value
 
 
+def parse_value(name: str, raw: str) -> Any:
+    """One setting's value from text. Raises ConfigError naming it."""
+    setting = _BY_NAME[name]
+    if setting.is_switch and raw in ("0", "off", "false"):
+        raw = ""  # a variable is off when it is empty, which nobody wants to type
+    return _value(setting, raw, name)
+
+
 def _nearest(name: str, known: Sequence[str]) -> str:
     by_lower = {entry.lower(): entry for entry in known}  # a wrong case is the nearest miss of all
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.0)

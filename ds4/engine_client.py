@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ds4.config import Settings
 from ds4.errors import (
+    ConfigError,
     ErrorCode,
     RingError,
     RingFullError,
@@ -38,6 +39,7 @@ from ds4.generation import (
     encode_request,
 )
 from ds4.metrics import Metrics
+from ds4.ring.control import ControlPage
 from ds4.ring.front_end import FrontEndRing, RingStream
 from ds4.ring.states import WorkerState
 from ds4.suspects import SETTLE_S, Quarantine, Record, Turns
@@ -64,6 +66,7 @@ class EngineClient:
         self._directory = directory
         self._tokenizer_hash = tokenizer_hash
         self._metrics: Metrics | None = None
+        self._control: ControlPage | None = None
         self._info_raw: bytes | None = None
         self._info: ModelInfo | None = None
         self._running: set[Generation] = set()
@@ -80,7 +83,8 @@ class EngineClient:
         await self.ring.start()
         try:
             self._metrics = Metrics.open(self._directory, owner=self.ring.index)
-        except RingError:
+            self._control = ControlPage(self._directory)
+        except (RingError, ConfigError):
             await self.ring.close()
             raise
 
@@ -89,6 +93,9 @@ class EngineClient:
         for generation in list(self._running):
             generation.cancel()
         await self.ring.close()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
@@ -138,6 +145,12 @@ class EngineClient:
         self.ring.set_preparing(self.num_preparing)
 
     @property
+    def _slot_limit(self) -> int:
+        """How many requests may run: the ring's slots, or fewer by the control page."""
+        most = self._settings.slots_per_front_end
+        return most if self._control is None else self._control.get("slots_per_front_end", most)
+
+    @property
     def refusal(self) -> str | None:
         """Why no worker would take a request now; None when one would."""
         info = self.model_info
@@ -165,6 +178,8 @@ class EngineClient:
             raise RingUnavailableError("the server is shutting down")
         if (refusal := self.refusal) is not None:
             raise RingUnavailableError(refusal)
+        if len(self._running) >= self._slot_limit:
+            raise RingFullError("as many requests run as are allowed right now")
         if self.num_resuming and self.ring.num_free_slots <= self.num_resuming:
             raise RingFullError("every slot is taken by a running request")  # they come first
         if cache_salt:

@@ -80,20 +80,29 @@ class Tenancy:
 
         Where a role that somebody else started still lives, all stays as it is.
         """
-        if self._leases.take_all():
+        if self._leases.take_all_leaving():
             _empty(self.path, self._leases)
             if self._is_default:
                 _remove_if_empty(self.path)
         self._leases.abandon()
 
 
+def is_inhabited(path: Path) -> bool:
+    """Whether a worker or a supervisor lives in this directory. Nothing is created."""
+    return _is_held(path, WORKER_BYTE) or is_supervised(path)
+
+
 def is_supervised(path: Path) -> bool:
     """Whether a supervisor lives in this directory. Nothing is created."""
+    return _is_held(path, SUPERVISOR_BYTE)
+
+
+def _is_held(path: Path, byte: int) -> bool:
     try:
         leases = Leases(path, create=False)
     except OSError:
         return False
-    held = leases.is_held_by_other(SUPERVISOR_BYTE)
+    held = leases.is_held_by_other(byte)
     leases.abandon()
     return held
 

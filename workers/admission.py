@@ -160,6 +160,10 @@ class CoalescingWindow:
         self._clock = clock
         self._deadline_s: float | None = None
 
+    def set(self, window_us: int) -> None:
+        """Change the window's length."""
+        self._window_s = window_us / 1e6
+
     def wait_s(self, *, num_waiting: int, num_preparing: int) -> float:
         """How long to sleep before asking again; 0: start now. Called while nothing runs."""
         if num_waiting == 0 or num_waiting >= self._max_seats or num_preparing == 0:

@@ -18,6 +18,7 @@ from ds4.errors import ErrorCode
 from ds4.generation import FinishReason, GenerationEnd, ModelInfo
 from ds4.logs import log_batch
 from ds4.metrics import Metrics
+from ds4.ring.control import ControlPage
 from ds4.ring.states import SlotState, WorkerState
 from ds4.ring.worker_end import Polled, WorkerRing
 from workers.admission import Admission, CoalescingWindow, RefusedError
@@ -30,6 +31,7 @@ from workers.scheduler.batch import Batch, Plan
 from workers.scheduler.scheduler import Scheduler
 from workers.scores import ScoreDelivery
 from workers.sequence import Sequence, Status
+from workers.tuning import Tuning
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +105,8 @@ class Engine:
         admission: Admission,
         window: CoalescingWindow,
         metrics: Metrics,
+        tuning: Tuning,
         grammars: Grammars | None = None,
-        batch_log: bool = False,
         drain_timeout_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -115,7 +117,7 @@ class Engine:
         self._window = window
         self._metrics = metrics
         self._compiling = CompilingQueue(grammars, ring.wake)
-        self._batch_log = batch_log
+        self._tuning = tuning
         self._drain_timeout_s = drain_timeout_s
         self._clock = clock
         self._by_slot: dict[int, Sequence] = {}  # from submission until the ending is decided
@@ -146,6 +148,7 @@ class Engine:
     def step(self) -> bool:
         """One turn; False when there was nothing to compute and the engine may sleep."""
         self._take(self._ring.poll())
+        self._tuning.apply()
         if self._compiling:
             self._take_compiled()
         if not self._scheduler.running and not self._runner.num_in_flight and self._scheduler.waiting:
@@ -437,13 +440,13 @@ class Engine:
             metrics.add("ds4_prefill_tokens_total", batch.num_rows - batch.num_decode)
         if batch.num_decode:
             metrics.observe("ds4_batch_size", batch.num_decode)
-            if self._batch_log:
+            if self._tuning.batch_log:
                 log_batch(batch.num_decode, outcome.elapsed_s)
 
     def _note_fault(self, batch: Batch, error: DeviceFaultError) -> None:
         self._metrics.add("ds4_step_errors_total")
         log.error("the device failed: %s", error)
-        if batch.num_decode and self._batch_log:
+        if batch.num_decode and self._tuning.batch_log:
             log_batch(batch.num_decode, 0.0, failure=" ".join(str(error).split()))
 
     def _note_end(self, sequence: Sequence, end: GenerationEnd) -> None:
@@ -466,6 +469,7 @@ def build_engine(
     limits: Limits,
     info: ModelInfo,
     grammars: Grammars | None = None,
+    control: ControlPage | None = None,
 ) -> Engine:
     """The engine and its parts, wired for these settings."""
     max_seats = min(limits.max_seats, max(1, settings.batched_sessions))
@@ -474,6 +478,9 @@ def build_engine(
         max_seats=max_seats,
         max_rows=min(limits.max_rows, max(settings.max_batch_tokens, max_seats)),
         in_turn=settings.batched_sessions > 0,  # batching off: one session at a time, first in, first out
+    )
+    window = CoalescingWindow(
+        window_us=settings.decode_coalesce_us, max_seats=max_seats, clock=time.monotonic
     )
     return Engine(
         ring=ring,
@@ -485,11 +492,9 @@ def build_engine(
             max_prompt_tokens=limits.num_pages * PAGE_TOKENS,
             clock=time.monotonic,
         ),
-        window=CoalescingWindow(
-            window_us=settings.decode_coalesce_us, max_seats=max_seats, clock=time.monotonic
-        ),
+        window=window,
         metrics=metrics,
         grammars=grammars,
-        batch_log=settings.batch_log,
+        tuning=Tuning(control, settings, scheduler, window),
         drain_timeout_s=settings.drain_timeout_s,
     )

@@ -27,6 +27,7 @@ from ds4.metrics import WORKER, Metrics
 from ds4.model_file import ModelFile
 from ds4.models import resolve_model
 from ds4.pulse import Pulse, Stage, take_option
+from ds4.ring.control import ControlPage
 from ds4.ring.layout import RingShape
 from ds4.ring.states import WorkerState
 from ds4.ring.worker_end import WorkerRing
@@ -112,7 +113,14 @@ def _run(
     try:
         metrics = Metrics.open(directory, owner=WORKER)  # a predecessor writes the same words until it left
         engine = build_engine(
-            settings, ring=ring, metrics=metrics, device=device, limits=limits, info=info, grammars=grammars
+            settings,
+            ring=ring,
+            metrics=metrics,
+            device=device,
+            limits=limits,
+            info=info,
+            grammars=grammars,
+            control=ControlPage(directory),
         )
         _handle_signals(engine, ring)
         watchdog.start()

@@ -179,3 +179,32 @@ def test_a_successor_that_cannot_start_changes_nothing(tiny_model: Path, tmp_pat
             assert "the old one stays" in command.log
         assert server.children() == before
         assert complete(server.url, chat_request("hello", 2))["usage"]["completion_tokens"] == 2
+
+
+def control(server: Server, *change: str) -> Running:
+    """Run `ds4-server control` beside the server."""
+    command = Running(["ds4", "control", *change, "--port", str(server.port)])
+    command.wait()
+    return command
+
+
+def test_limits_and_the_batch_log_change_while_the_server_runs(tiny_model: Path) -> None:
+    with serving(tiny_model, *ENGINE, "--front-ends", "1") as server:
+        complete(server.url, chat_request("hello", 3))
+        assert "decode batch" not in server.log
+        assert "batch_log=1" in control(server, "batch_log", "1").log
+        complete(server.url, chat_request("hello", 3))
+        wait_until(lambda: "decode batch count=1" in server.log, "a batch line")
+        control(server, "slots-per-front-end", "0x")
+        assert control(server, "slots-per-front-end", "0").process.returncode == 2, "outside its range"
+        assert control(server, "port", "1").process.returncode == 2
+        assert control(server, "slots-per-front-end", "1").process.returncode == 0
+        stream = Stream(server, chat_request("hello", 1500))
+        refused = httpx.post(
+            f"{server.url}/v1/chat/completions", json=chat_request("hello", 2), timeout=DEADLINE_S
+        )
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        control(server, "slots-per-front-end", "default")
+        complete(server.url, chat_request("hello", 3))
+        stream.whole()

@@ -27,6 +27,8 @@ class Scheduler:
         self.cache = cache
         self.max_seats = max_seats
         self.max_rows = max_rows
+        self.seat_limit = max_seats  # of those, how many newcomers may fill; may change at any time
+        self.row_limit = max_rows  # the token budget in force, not below `seat_limit`; likewise
         self.waiting = WaitingQueue(in_turn=in_turn)
         self.running: dict[int, Sequence] = {}  # by seat
         self._pace = PrefillPace(max_rows)
@@ -84,7 +86,7 @@ class Scheduler:
         if not too_large:
             # What a preempted sequence frees is for those who were short of it, not for newcomers.
             newcomers = () if preempted else self._seatable(paused)
-            num_left = self.max_rows - len(rows)
+            num_left = self.row_limit - len(rows)
             if rows:
                 num_left = min(num_left, self._pace.max_prompt_rows)
             spans += self._prefill_spans(num_left, prompts, newcomers, paused, seated)
@@ -190,8 +192,8 @@ class Scheduler:
 
         Stops at the first one whose pages do not fit, so that nobody is overtaken for ever.
         """
-        seats = len(self._free_seats)
-        if seats == 0 or not self.waiting:
+        seats = self.seat_limit - (self.max_seats - len(self._free_seats))
+        if seats <= 0 or not self.waiting:
             return
         # One page for each running sequence is left alone: they will cross a border soon.
         available = self.cache.num_available - len(self.running)

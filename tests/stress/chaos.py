@@ -1,0 +1,361 @@
+"""Random blows to a real server while checked streams run.
+
+    python -m tests.stress.chaos --seconds 600 --streams 64        (also: make chaos)
+
+Every stream must end exactly right, or with an explicit error, or with its connection where the very
+front end that held it was struck; what came before must be right in any case. At the end nothing may be
+left: slots, pages, prompt files, descriptors, memory, processes. A run is a function of its seed as far
+as the machine allows. The server's clocks are monotonic, so jumps of the wall clock are no blow.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import httpx
+import msgspec
+
+from tests.support.raw_http import Answer, chat
+from tests.support.server import Server, chat_request, complete, serving, wait_until
+from tests.support.tiny_model import TinyShape, write_tiny_model
+
+STUCK_AFTER_S: Final = 120.0
+CALM_S: Final = 120.0
+TMPFS_BYTES: Final = 64 << 20
+MAX_DESCRIPTORS: Final = 40  # of a process with no connection
+MAX_GROWTH_BYTES: Final = 16 << 20  # of the supervisor, the one process that lives all along
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """One run."""
+
+    seconds: float
+    streams: int
+    seed: int
+    front_ends: int = 2
+    pause_s: float = 2.0  # mean, between two blows
+
+
+class Outcome(msgspec.Struct):
+    """What happened. `faults` is empty when every promise held."""
+
+    blows: dict[str, int]
+    counts: dict[str, int]
+    metrics: dict[str, float]
+    longest_s: float
+    faults: list[str]
+
+
+class Run:
+    """The server under attack, the streams that are checked, and what was found."""
+
+    def __init__(self, plan: Plan, server: Server, shared: Path) -> None:
+        self.plan = plan
+        self.server = server
+        self.shared = shared
+        self.rng = random.Random(plan.seed)
+        self.counts: Counter[str] = Counter()
+        self.blows: Counter[str] = Counter()
+        self.faults: list[str] = []
+        self.struck_s = 0.0  # when a front end was last struck
+        self.longest_s = 0.0
+        self.stopping = False
+        self.bodies = [
+            chat_request(f"request {number}", 40 + 20 * number, temperature=0.8, seed=number)
+            for number in range(12)
+        ]
+        self.expected = [
+            complete(server.url, body)["choices"][0]["message"]["content"] for body in self.bodies
+        ]
+
+    # -- streams
+
+    async def stream(self, rng: random.Random) -> None:
+        """One request after the other."""
+        while not self.stopping:
+            await self.request(rng)
+
+    async def request(self, rng: random.Random) -> Answer:
+        """One request; what comes back is checked."""
+        number = rng.randrange(len(self.bodies))
+        leave_after = rng.randrange(1, 30) if rng.random() < 0.1 else 0
+        pause_s = 0.02 if rng.random() < 0.1 else 0.0
+        answer, began_s = Answer(), time.monotonic()
+        try:
+            async with asyncio.timeout(STUCK_AFTER_S):
+                await chat(
+                    self.server.port,
+                    self.bodies[number],
+                    leave_after=leave_after,
+                    pause_s=pause_s,
+                    answer=answer,
+                )
+        except TimeoutError:
+            self.faults.append(f"a stream was stuck after {answer.num_events} events")
+        self.longest_s = max(self.longest_s, time.monotonic() - began_s)
+        self.judge(answer, self.expected[number], began_s, left=leave_after > 0)
+        if not answer.is_done:
+            await asyncio.sleep(0.05)
+        return answer
+
+    def judge(self, answer: Answer, expected: str, began_s: float, *, left: bool) -> None:
+        """Count an answer, and note what must not be."""
+        if not expected.startswith(answer.text):
+            self.faults.append(f"wrong text after {answer.num_events} events")
+        if answer.is_done and not answer.error:
+            self.counts["exact"] += 1
+            if answer.text != expected:
+                self.faults.append("a text that ended early")
+        elif answer.is_refused:
+            self.counts[f"refused {answer.status}"] += 1
+        elif answer.error.startswith("connection"):
+            self.counts["connection ended"] += 1
+            # Its own front end may have been struck, and nothing else may end a connection.
+            if self.struck_s < began_s - 1.0:
+                self.faults.append(f"{answer.error} though no front end was struck")
+        elif answer.error:
+            self.counts[f"error {answer.error}"] += 1
+        elif left:
+            self.counts["left"] += 1
+        else:
+            self.faults.append(f"an end without an end: {answer}")
+
+    # -- blows
+
+    def blow(self) -> float:
+        """Strike once; how long to leave it at that, in seconds."""
+        kinds: list[Callable[[], float]] = [
+            self.kill_worker,
+            self.kill_worker,
+            self.kill_front_end,
+            self.stop_worker,
+            self.stop_front_end,
+            self.end_worker,
+            self.reload_front_ends,
+            self.hand_over,
+        ]
+        if os.path.ismount(self.shared):
+            kinds.append(self.fill_disk)
+        kind = self.rng.choice(kinds)
+        self.blows[kind.__name__] += 1
+        try:
+            return kind()
+        except (ProcessLookupError, IndexError):
+            return 0.0  # it was dead already
+
+    def _one(self, words: str) -> int:
+        return self.rng.choice(self.server.children(words))
+
+    def kill_worker(self) -> float:
+        os.kill(self._one("workers.main"), signal.SIGKILL)
+        return 0.0
+
+    def end_worker(self) -> float:
+        os.kill(self._one("workers.main"), signal.SIGTERM)
+        return 0.0
+
+    def kill_front_end(self) -> float:
+        self.struck_s = float("inf")
+        os.kill(self._one("-m ds4 front"), signal.SIGKILL)
+        self.struck_s = time.monotonic()
+        return 0.0
+
+    def stop_worker(self) -> float:
+        return self._stop(self._one("workers.main"))
+
+    def stop_front_end(self) -> float:
+        return self._stop(self._one("-m ds4 front"))
+
+    def _stop(self, pid: int) -> float:
+        """SIGSTOP, for a moment or until the supervisor notices."""
+        os.kill(pid, signal.SIGSTOP)
+        seconds = self.rng.choice((0.2, 1.0, 15.0 if self.plan.seconds > 60 else 1.0))
+        self.struck_s = max(self.struck_s, time.monotonic() + seconds)
+
+        def go_on() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+            self.struck_s = max(self.struck_s, time.monotonic())
+
+        asyncio.get_running_loop().call_later(seconds, go_on)
+        return seconds if seconds < 2 else 0.0
+
+    def reload_front_ends(self) -> float:
+        self.server.send(signal.SIGHUP)
+        return 0.0
+
+    def hand_over(self) -> float:
+        self.server.send(signal.SIGUSR2)
+        return 0.0
+
+    def fill_disk(self) -> float:
+        """Not a byte left in the shared directory for a while."""
+        filler = self.shared / "filler"
+
+        def empty() -> None:
+            filler.unlink(missing_ok=True)
+
+        asyncio.get_running_loop().call_later(1.5, empty)
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 16))
+        return 1.5
+
+    # -- the whole
+
+    async def strike(self) -> None:
+        """Streams and blows, then calm."""
+        streams = [
+            asyncio.ensure_future(self.stream(random.Random(f"{self.plan.seed} {number}")))
+            for number in range(self.plan.streams)
+        ]
+        end_s = time.monotonic() + self.plan.seconds
+        while time.monotonic() < end_s:
+            await asyncio.sleep(self.rng.expovariate(1 / self.plan.pause_s))
+            await asyncio.sleep(self.blow())
+            if self.server.process.poll() is not None:
+                self.faults.append(f"the server ended with {self.server.process.returncode}")
+                break
+        self.stopping = True
+        await asyncio.gather(*streams)
+
+    async def calm(self) -> None:
+        """After the blows everything works again: each body once, without an exception."""
+        deadline_s = time.monotonic() + CALM_S
+        rng = random.Random(0)
+        left = set(range(len(self.bodies)))
+        while left and time.monotonic() < deadline_s:
+            number = min(left)
+            answer = await chat(self.server.port, self.bodies[number])
+            if answer.is_done and not answer.error and answer.text == self.expected[number]:
+                left.discard(number)
+            else:
+                await asyncio.sleep(rng.random())
+        if left:
+            self.faults.append(f"{len(left)} requests do not work after the blows")
+
+    def check_leaks(self, supervisor_bytes: int) -> dict[str, float]:
+        """What must be back to nothing."""
+        wanted = {"ds4_slots_used": 0, "ds4_num_requests_running": 0, "ds4_num_requests_waiting": 0}
+        wanted |= {"ds4_kv_pages_used": 0, "ds4_decode_pending": 0}
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: wanted.items() <= self.metrics().items(), "free slots and pages", 30)
+        metrics = self.metrics()
+        self.faults += [
+            f"{name} is {metrics.get(name)}" for name, value in wanted.items() if metrics.get(name) != value
+        ]
+        prompts = list((self.shared / "prompts").iterdir())
+        if prompts:
+            self.faults.append(f"{len(prompts)} prompt files are left")
+        with contextlib.suppress(
+            AssertionError
+        ):  # front ends that were replaced leave with their last stream
+            wait_until(lambda: len(self.server.children()) == 1 + self.plan.front_ends, "one worker", 30)
+        children = self.server.children()
+        if len(children) != 1 + self.plan.front_ends:
+            self.faults.append(f"{len(children)} children")
+        for pid in (self.server.process.pid, *children):
+            count = len(os.listdir(f"/proc/{pid}/fd"))
+            if count > MAX_DESCRIPTORS:
+                self.faults.append(f"process {pid} has {count} descriptors")
+        growth = resident_bytes(self.server.process.pid) - supervisor_bytes
+        if growth > MAX_GROWTH_BYTES:
+            self.faults.append(f"the supervisor grew by {growth} bytes")
+        return metrics
+
+    def metrics(self) -> dict[str, float]:
+        """Every metric without labels."""
+        text = httpx.get(f"{self.server.url}/metrics", timeout=30).text
+        return {name: float(value) for name, value in re.findall(r"^(ds4_\w+) (\S+)$", text, re.MULTILINE)}
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process that is its own or shared, in RAM."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def small_disk() -> Iterator[Path]:
+    """A private shared directory, on a small tmpfs of its own where we may mount one."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "shared"
+        path.mkdir(mode=0o700)
+        options = f"size={TMPFS_BYTES},mode=0700"
+        mounted = (
+            shutil.which("mount")
+            and not subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, check=False
+            ).returncode
+        )
+        try:
+            yield path
+        finally:
+            if mounted:
+                subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def strike(plan: Plan) -> Outcome:
+    """One whole run."""
+    with small_disk() as shared, tempfile.TemporaryDirectory() as directory:
+        model = write_tiny_model(Path(directory) / "tiny.gguf", shape=TinyShape(max_context_tokens=4096))
+        flags = ["--device", "reference", "--front-ends", str(plan.front_ends), "--shared-dir", str(shared)]
+        flags += ["--resume-attempts", "100", "--slots-per-front-end", str(plan.streams)]
+        flags += ["--front-end-timeout-s", "5", "--log-level", "info"]
+        with serving(model, *flags) as server:
+            run = Run(plan, server, shared)
+            supervisor_bytes = resident_bytes(server.process.pid)
+            asyncio.run(run.strike())
+            asyncio.run(run.calm())
+            metrics = {}
+            if server.process.poll() is None:
+                metrics = run.check_leaks(supervisor_bytes)
+                server.send(signal.SIGTERM)
+                code = server.wait()
+                if code != 0:
+                    run.faults.append(f"the server ended with {code}")
+                if left := [entry.name for entry in shared.iterdir()]:
+                    run.faults.append(f"left in the shared directory: {left}")
+            if run.faults:
+                sys.stderr.write(server.log[-2_000_000:])
+    shown = ("ds4_resumed_streams_total", "ds4_worker_restarts_total", "ds4_requests_quarantined_total")
+    return Outcome(
+        blows=dict(run.blows),
+        counts=dict(run.counts),
+        metrics={name: metrics.get(name, -1.0) for name in shown},
+        longest_s=round(run.longest_s, 1),
+        faults=run.faults,
+    )
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--pause-s", type=float, default=2.0)
+    arguments = parser.parse_args()
+    plan = Plan(
+        seconds=arguments.seconds, streams=arguments.streams, seed=arguments.seed, pause_s=arguments.pause_s
+    )
+    outcome = strike(plan)
+    print(msgspec.json.format(msgspec.json.encode({"plan": plan, "outcome": outcome})).decode())
+    return 1 if outcome.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""A client that costs little: one request on one connection, its answer as it comes.
+
+Runs in: stress programs and their tests, hundreds at a time on few cores, next to the server they load.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+
+
+class Answer(msgspec.Struct):
+    """What one request came to. `error`: an error object of the API, or why the connection ended."""
+
+    status: int = 0
+    text: str = ""
+    num_events: int = 0
+    is_done: bool = False
+    error: str = ""
+    retry_after_s: int = 0
+
+    @property
+    def is_refused(self) -> bool:
+        """A plain, explicit no."""
+        return self.status in (429, 503)
+
+
+@contextlib.asynccontextmanager
+async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection that is closed at the end, whatever state it is in."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def _lines(reader: asyncio.StreamReader, *, chunked: bool, length: int) -> AsyncIterator[bytes]:
+    """The body, line by line."""
+    if not chunked:
+        for line in (await reader.readexactly(length)).split(b"\n"):
+            yield line
+        return
+    rest = b""
+    while True:
+        size = int(await reader.readline() or b"", 16)
+        data = await reader.readexactly(size + 2)
+        if size == 0:
+            return
+        *whole, rest = (rest + data[:-2]).split(b"\n")
+        for line in whole:
+            yield line
+
+
+async def chat(
+    port: int,
+    body: Mapping[str, Any],
+    *,
+    leave_after: int = 0,
+    pause_s: float = 0.0,
+    answer: Answer | None = None,
+) -> Answer:
+    """One chat request, streamed. `leave_after`: hang up after so many events. `pause_s`: read slowly.
+
+    Never raises for what the server does: a connection that ends early is an `error` without `is_done`.
+    `answer` is filled as the answer comes, for callers that give up waiting.
+    """
+    answer = answer or Answer()
+    raw = json.dumps({**body, "stream": True}).encode()
+    try:
+        async with connected(port) as (reader, writer):
+            writer.write(
+                b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+                b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw
+            )
+            await _read(reader, answer, leave_after, pause_s)
+    except (OSError, EOFError, ValueError, asyncio.IncompleteReadError) as error:
+        answer.error = answer.error or f"connection: {type(error).__name__}"
+    return answer
+
+
+async def _read(reader: asyncio.StreamReader, answer: Answer, leave_after: int, pause_s: float) -> None:
+    status_line = await reader.readline()
+    if not status_line:
+        raise EOFError
+    answer.status = int(status_line.split()[1])
+    chunked, length = False, 0
+    while (line := (await reader.readline()).strip().lower()) != b"":
+        name, _, value = line.partition(b":")
+        if name == b"transfer-encoding":
+            chunked = b"chunked" in value
+        elif name == b"content-length":
+            length = int(value)
+        elif name == b"retry-after":
+            answer.retry_after_s = int(value)
+    async for line in _lines(reader, chunked=chunked, length=length):
+        if answer.status != 200:
+            answer.error = json.loads(line)["error"]["code"] or "error"
+            return
+        if line == b"data: [DONE]":
+            answer.is_done = True
+        elif line.startswith(b"data: "):
+            event = json.loads(line[6:])
+            if "error" in event:
+                answer.error = event["error"]["code"] or "error"
+                continue
+            answer.num_events += 1
+            answer.text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+            if leave_after and answer.num_events >= leave_after:
+                return
+            if pause_s:
+                await asyncio.sleep(pause_s)
