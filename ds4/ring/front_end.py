@@ -62,7 +62,7 @@ class FrontEndRing:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ready = asyncio.Event()
-        self._refused_inode = 0  # a segment we cannot use; said once
+        self._refused: tuple[int, int] | None = None  # a segment we cannot use; said once
         self._preparing = 0
         self._has_turn = False
         self._heartbeat = 0  # the worker's, as last seen
@@ -244,7 +244,8 @@ class FrontEndRing:
         """Look once whether the worker lives, this is still its segment, and it still knows us."""
         assert self._leases is not None
         alive = self._leases.is_held_by_other(WORKER_BYTE)
-        inode = self._published_inode() if alive else None
+        published = self._published() if alive else None
+        inode = None if published is None else published[0]
         channel = self._channel
         if channel is not None:
             reason = self._reason_to_leave(channel, alive, inode)
@@ -255,11 +256,11 @@ class FrontEndRing:
                 # Who leaves in order says so; a process that cut us off still runs.
                 crashed = channel.segment.state != WorkerState.RETIRED and reason != _CUT_OFF
                 self._lose(reason, crashed=crashed)
-        if self._channel is None and inode is not None and inode != self._refused_inode:
+        if self._channel is None and published is not None and published != self._refused:
             try:
                 self._attach()
             except RingError as error:
-                self._refused_inode = inode
+                self._refused = published
                 _log.error("the ring cannot be used: %s", error)
         if self._channel is not None:
             heartbeat = self._channel.segment.words[layout.LIVE_HEARTBEAT]
@@ -284,11 +285,13 @@ class FrontEndRing:
             return _CUT_OFF
         return ""
 
-    def _published_inode(self) -> int | None:
+    def _published(self) -> tuple[int, int] | None:
+        """The segment's inode, and when it was put there: a tmpfs gives the inode of a removed one again."""
         try:
-            return os.stat(self.directory / SEGMENT_NAME).st_ino
+            found = os.stat(self.directory / SEGMENT_NAME)
         except FileNotFoundError:
             return None
+        return found.st_ino, found.st_ctime_ns
 
     def _attach(self) -> None:
         try:

@@ -238,6 +238,27 @@ def test_a_later_worker_of_another_version_is_reported_once(
     assert len(caplog.records) == 1
 
 
+def test_a_good_segment_with_the_inode_of_a_refused_one_is_attached(tmp_path: Path) -> None:
+    async def run() -> None:
+        front_end = FrontEndRing(tmp_path / "ring")
+        await front_end.start()
+        worker = make_worker(tmp_path / "ring")
+        worker._words[layout.HEADER_VERSION] = layout.VERSION + 1
+        front_end.check()
+        worker._words[layout.HEADER_VERSION] = layout.VERSION
+        (tmp_path / "ring" / "ring").chmod(
+            0o600
+        )  # as if it were another file: the time of its last change moves
+        front_end.check()
+        worker.poll()
+        front_end.check()
+        assert is_attached(front_end)
+        await front_end.close()
+        worker.close()
+
+    asyncio.run(run())
+
+
 def test_a_dead_workers_segment_is_not_attached(tmp_path: Path) -> None:
     async def run() -> None:
         kill(make_worker(tmp_path / "ring"))
