@@ -15,6 +15,8 @@ MAX_CACHE_SALT_BYTES: Final = 64
 MAX_GRAMMAR_BYTES: Final = 256 * 1024
 MAX_STOP_IDS: Final = 4096
 MAX_BIASES: Final = 65_536
+MAX_TENANT: Final = (1 << 32) - 1
+MAX_WEIGHT: Final = 1000
 NO_LOGPROBS: Final = -1
 
 
@@ -60,6 +62,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=Tr
     its log-probability after those before it, and the ending with the last.
 
     Cached prefixes are shared only between requests with the same `cache_salt`.
+
+    `tenant` is whose request it is, 0 where nobody is told apart. Waiting requests of different tenants are
+    served by `weight`, the same in all requests of a tenant.
     """
 
     max_tokens: int
@@ -70,6 +75,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=Tr
     grammar: str = ""
     scores_prompt: bool = False
     cache_salt: bytes = b""
+    tenant: int = 0
+    weight: int = 1
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):

@@ -19,7 +19,9 @@ from ds4.generation import (
     MAX_BIASES,
     MAX_CACHE_SALT_BYTES,
     MAX_STOP_IDS,
+    MAX_TENANT,
     MAX_TOP_LOGPROBS,
+    MAX_WEIGHT,
     NO_LOGPROBS,
     GenerationRequest,
     SamplingParams,
@@ -111,6 +113,10 @@ class Admission:
             raise RefusedError(f"min_tokens {request.min_tokens} is negative")
         if len(request.cache_salt) > MAX_CACHE_SALT_BYTES:
             raise RefusedError(f"a cache salt of more than {MAX_CACHE_SALT_BYTES} bytes")
+        if not 0 <= request.tenant <= MAX_TENANT:
+            raise RefusedError(f"tenant {request.tenant} is not between 0 and {MAX_TENANT}")
+        if not 1 <= request.weight <= MAX_WEIGHT:
+            raise RefusedError(f"weight {request.weight} is not between 1 and {MAX_WEIGHT}")
         if len(request.stop_token_ids) > MAX_STOP_IDS:
             raise RefusedError(f"more than {MAX_STOP_IDS} stop token ids")
         _check_ids("stop token", request.stop_token_ids, self._vocab_size)

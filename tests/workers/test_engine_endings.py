@@ -141,6 +141,8 @@ BAD = {
     "undecodable": b"\x00nonsense",
     "max_tokens": GenerationRequest(max_tokens=-1),
     "min_tokens": GenerationRequest(max_tokens=1, min_tokens=-1),
+    "tenant": GenerationRequest(max_tokens=1, tenant=1 << 32),
+    "weight": GenerationRequest(max_tokens=1, weight=0),
     "stop id": GenerationRequest(max_tokens=1, stop_token_ids=(VOCAB_SIZE,)),
     "negative stop id": GenerationRequest(max_tokens=1, stop_token_ids=(-1,)),
     "many stop ids": GenerationRequest(max_tokens=1, stop_token_ids=(1,) * 4097),

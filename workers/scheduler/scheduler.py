@@ -111,6 +111,7 @@ class Scheduler:
         `is_sound` False: its keys and values are not to be trusted, nobody may share them.
         """
         assert sequence.status is Status.FINISHED
+        self.waiting.charge(sequence)
         if sequence.seat == NO_SEAT:
             self.waiting.remove(sequence, served=False)
             return

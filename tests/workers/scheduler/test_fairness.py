@@ -65,3 +65,100 @@ def test_everybody_is_listed_once_and_nobody_waits_longer_than_a_round(steps: li
         assert all(arrivals == sorted(arrivals) for arrivals in own)
         heads = [one.front_end for one in queue][: len({one.front_end for one in inside})]
         assert len(set(heads)) == len(heads), "a front end comes twice before another had its turn"
+
+
+def test_the_heavier_tenant_gets_more_turns_and_its_front_ends_share_them() -> None:
+    queue = WaitingQueue()
+    heavy = [make_sequence([1], front_end=number % 2, tenant=1, weight=2) for number in range(4)]
+    light = [make_sequence([1], front_end=number, tenant=2) for number in range(2)]
+    for sequence in (*light, *heavy):
+        queue.push(sequence)
+    order = [light[0], heavy[0], heavy[1], light[1], heavy[2], heavy[3]]
+    assert list(queue) == order
+    assert _serve_all(queue) == order
+
+
+def test_output_counts_against_its_tenant() -> None:
+    queue = WaitingQueue()
+    talker, other = make_sequence([1], tenant=1), make_sequence([1], tenant=2)
+    for sequence in (talker, other):
+        queue.push(sequence)
+        queue.remove(sequence, served=True)
+    talker.tokens.extend(range(50))
+    queue.charge(talker)
+    waiting = [make_sequence([1], tenant=1), *(make_sequence([1], tenant=2) for _ in range(40))]
+    for sequence in waiting:
+        queue.push(sequence)
+    assert _serve_all(queue).index(waiting[0]) == 40
+
+
+def test_a_tenant_that_was_idle_has_saved_nothing_up() -> None:
+    queue = WaitingQueue()
+    for _ in range(100):
+        queue.push(make_sequence([1] * 10, tenant=1))
+    for _ in range(50):
+        queue.remove(next(iter(queue)), served=True)
+    for _ in range(50):
+        queue.push(make_sequence([1] * 10, tenant=2))
+    tenants = [sequence.request.tenant for sequence in _serve_all(queue)[:20]]
+    assert tenants.count(1) == tenants.count(2)
+
+
+def test_many_tenants_come_and_go() -> None:
+    queue = WaitingQueue()
+    stays = make_sequence([1] * 9, tenant=7)
+    queue.push(stays)
+    for number in range(3000):
+        visitor = make_sequence([1], tenant=100 + number)
+        queue.push(visitor)
+        queue.remove(visitor, served=False)
+        assert list(queue) == [stays]
+
+
+def _serve_all(queue: WaitingQueue) -> list[Sequence]:
+    """Everybody, each taken as the next; what was listed before has to agree."""
+    listed, served = list(queue), []
+    while len(queue):
+        served.append(next(iter(queue)))
+        queue.remove(served[-1], served=True)
+    assert [one.arrival for one in served] == [one.arrival for one in listed]
+    return served
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=2, max_size=4),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12), st.booleans()), min_size=1, max_size=80),
+)
+def test_while_two_tenants_wait_their_shares_follow_their_weights(
+    weights: list[int], steps: list[tuple[int, int, bool]]
+) -> None:
+    """The bound of start-time fair queueing, over every span of steps in which both have somebody waiting;
+    the order of service is therefore never more than that away from the weights, and nobody starves.
+    """
+    queue = WaitingQueue()
+    num_tenants, largest = len(weights), 12
+    waiting = [0] * num_tenants
+    work = [0] * num_tenants
+    since: dict[tuple[int, int], tuple[int, int]] = {}  # pair → the work of both when both began to wait
+    for number, cost, add in steps:
+        if add or not len(queue):
+            tenant = number % num_tenants
+            queue.push(make_sequence([1] * cost, front_end=cost % 3, tenant=tenant, weight=weights[tenant]))
+            waiting[tenant] += 1
+        else:
+            chosen = next(iter(queue))
+            queue.remove(chosen, served=True)
+            waiting[chosen.request.tenant] -= 1
+            work[chosen.request.tenant] += len(chosen.tokens)
+        for one in range(num_tenants):
+            for other in range(one):
+                if not (waiting[one] and waiting[other]):
+                    since.pop((one, other), None)
+                    continue
+                before = since.setdefault((one, other), (work[one], work[other]))
+                got = [
+                    (work[each] - then) / weights[each]
+                    for each, then in zip((one, other), before, strict=True)
+                ]
+                bound = largest / weights[one] + largest / weights[other]
+                assert abs(got[0] - got[1]) <= bound + 1e-9
