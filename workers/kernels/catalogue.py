@@ -50,10 +50,24 @@ def embed(ggml_type: int, num_rows: int) -> Shape:
     return Shape(kernel=kernel, grid=(num_rows, 1, 1), block=128)
 
 
-def dequantise(ggml_type: int, num_outputs: int) -> Shape:
-    """Arguments: out, weight, codebook, num_outputs, num_tiles, num_units, size."""
+def dequantise(ggml_type: int, num_tiles: int) -> Shape:
+    """Arguments: out, weight, codebook, num_outputs, first_tile, num_tiles (of the whole matrix), num_units, size.
+    The shape's `num_tiles` are those that are written.
+    """
     kernel = Kernel(source="embedding.cu", entry="dequantise", defines=(("FORMAT", ggml_type),))
-    return Shape(kernel=kernel, grid=(_ceil(num_outputs, TILE_OUTPUTS), 1, 1), block=128)
+    return Shape(kernel=kernel, grid=(num_tiles, 1, 1), block=128)
+
+
+def round_rows(count: int) -> Shape:
+    """Arguments: out, x, count."""
+    kernel = Kernel(source="dense.cu", entry="round_rows")
+    return Shape(kernel=kernel, grid=(_ceil(count, 1024), 1, 1), block=256)
+
+
+def finish_rows(num_rows: int, num_weight_rows: int) -> Shape:
+    """Arguments: out, out_stride, out_offset, product, bias, num_outputs, first_tile, num_weight_rows, epilogue."""
+    kernel = Kernel(source="dense.cu", entry="finish_rows")
+    return Shape(kernel=kernel, grid=(_ceil(num_weight_rows, 256), num_rows, 1), block=256)
 
 
 def quantise(num_rows: int) -> Shape:
