@@ -113,7 +113,7 @@ def _config(arguments: list[str]) -> int:
     settings = config.load_settings(arguments)
     for setting in config.TABLE:
         value = getattr(settings, setting.name)
-        shown = "(hidden)" if setting.secret and value else value
+        shown = "(hidden)" if setting.secret and value else "" if value is None else value
         print(f"{setting.variable}={shown}")
     return 0
 

@@ -50,10 +50,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # requests
     max_body_bytes: int = 32 * 1024 * 1024
     default_max_tokens: int = 0
-    temperature: float = -1.0
-    top_p: float = -1.0
-    top_k: int = -1
-    min_p: float = -1.0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
     resume_attempts: int = 3
     resume_timeout_s: int = 60
     response_store_mib: int = 32
@@ -255,14 +255,14 @@ TABLE: Final[tuple[Setting, ...]] = (
     Setting(
         name="temperature",
         parse=_number,
-        low=-1,
+        low=0,
         high=100,
         sample="model's, else 1",
         help="default temperature",
     ),
-    Setting(name="top_p", parse=_number, low=-1, high=1, sample="model's, else 1", help="default top_p"),
-    Setting(name="top_k", parse=_whole, low=-1, high=1 << 30, sample="model's, else 0", help="default top_k"),
-    Setting(name="min_p", parse=_number, low=-1, high=1, sample="model's, else 0.05", help="default min_p"),
+    Setting(name="top_p", parse=_number, low=0, high=1, sample="model's, else 1", help="default top_p"),
+    Setting(name="top_k", parse=_whole, low=0, high=1 << 30, sample="model's, else 0", help="default top_k"),
+    Setting(name="min_p", parse=_number, low=0, high=1, sample="model's, else 0.05", help="default min_p"),
     Setting(
         name="resume_attempts",
         parse=_whole,

@@ -192,9 +192,9 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
 def sampling_defaults(settings: Settings, metadata: Mapping[str, Any]) -> SamplingDefaults:
     """Flag or variable, else the file's `general.sampling.*`, else the C server's defaults."""
 
-    def pick(setting: float, key: str, fallback: float) -> float:
+    def pick(setting: float | None, key: str, fallback: float) -> float:
         value = metadata.get(f"general.sampling.{key}")
-        if setting >= 0:
+        if setting is not None:
             return setting
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         return float(value) if is_number and value is not None and value >= 0 else fallback
@@ -205,7 +205,7 @@ def sampling_defaults(settings: Settings, metadata: Mapping[str, Any]) -> Sampli
         top_p=min(1.0, pick(settings.top_p, "top_p", built_in.top_p)),
         top_k=int(pick(settings.top_k, "top_k", built_in.top_k)),
         min_p=min(1.0, pick(settings.min_p, "min_p", built_in.min_p)),
-        repetition_penalty=pick(-1, "penalty_repeat", built_in.repetition_penalty) or 1.0,
+        repetition_penalty=pick(None, "penalty_repeat", built_in.repetition_penalty) or 1.0,
         max_tokens=settings.default_max_tokens,
     )
 

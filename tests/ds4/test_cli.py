@@ -45,6 +45,7 @@ def test_config_shows_what_is_in_force_and_hides_secrets(
     assert cli.main(["config", "--port", "9001"]) == 0
     text = capsys.readouterr().out
     assert "DS4_SERVER_PORT=9001\n" in text
+    assert "DS4_SERVER_TEMPERATURE=\n" in text  # not set: the model's
     assert "hunter2" not in text
 
 

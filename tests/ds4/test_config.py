@@ -55,6 +55,10 @@ def test_an_unknown_variable_is_refused_with_the_nearest_name(variable: str, nea
         (["--port", "http"], "--port: must be a whole number, got 'http'"),
         (["--port", "70000"], "--port: must be between 0 and 65535, got '70000'"),
         (["--temperature", "nan"], "--temperature: must be a number"),
+        (["--temperature", "-0.5"], "--temperature: must be between 0 and 100, got '-0.5'"),
+        (["--top-p", "-1"], "--top-p: must be between 0 and 1, got '-1'"),
+        (["--top-k", "-1"], "--top-k: must be between 0 and"),
+        (["--min-p", "-0.1"], "--min-p: must be between 0 and 1, got '-0.1'"),
         (["--device", "tpu"], "--device: must be one of auto, cuda, cpu, reference, got 'tpu'"),
         (["--log-level", "loud"], "--log-level: must be one of debug"),
     ],
@@ -93,7 +97,7 @@ def test_every_field_has_a_row_and_every_row_a_field() -> None:
 
 def test_defaults_are_within_their_own_limits() -> None:
     for setting in config.TABLE:
-        if setting.low is not None and setting.high is not None:
+        if setting.low is not None and setting.high is not None and setting.default is not None:
             assert setting.low <= setting.default <= setting.high, setting.name
         if setting.choices:
             assert setting.default in setting.choices, setting.name
