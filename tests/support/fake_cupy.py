@@ -31,6 +31,7 @@ class FakeCupy:
         self.fail: dict[str, int] = {}
         self.compile_error: Exception | None = None
         self.nvrtc_error: Exception | None = None
+        self.cublas_error: Exception | None = None
         self.sources: list[tuple[str, tuple[str, ...]]] = []
         self.runtime_version = runtime_version
         self.cupy, self.cupyx = ModuleType("cupy"), ModuleType("cupyx")
@@ -135,6 +136,11 @@ class FakeCupy:
             fake._note("properties")
             return {"name": b"Fake GPU", "multiProcessorCount": 132}
 
+        def cublas_handle() -> int:
+            if fake.cublas_error is not None:
+                raise fake.cublas_error
+            return 99
+
         runtime = SimpleNamespace(
             CUDARuntimeError=CUDARuntimeError,
             getDevice=lambda: 0,
@@ -148,6 +154,8 @@ class FakeCupy:
             Event=Event,
             Memory=Memory,
             Stream=Stream,
+            cublas=SimpleNamespace(gemmEx=lambda *arguments: fake._note("gemm", *arguments)),
+            device=SimpleNamespace(get_cublas_handle=cublas_handle),
             compiler=SimpleNamespace(CompileException=CompileException),
             driver=SimpleNamespace(CUDADriverError=type("CUDADriverError", (RuntimeError,), {})),
             nvrtc=SimpleNamespace(getVersion=nvrtc_version),

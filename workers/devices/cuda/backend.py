@@ -104,6 +104,27 @@ class Backend(Protocol):
         """Queue one kernel. Raises TypeError where the arguments do not match its parameters."""
         ...
 
+    @property
+    def has_dense(self) -> bool:
+        """Whether `multiply_dense` can be called (on a GPU: whether cuBLAS is installed)."""
+        ...
+
+    def multiply_dense(
+        self,
+        out: DeviceArray,
+        x: DeviceArray,
+        weight: DeviceArray,
+        *,
+        num_rows: int,
+        num_outputs: int,
+        num_inputs: int,
+    ) -> None:
+        """Queue out [rows, outputs] float32 = x [rows, inputs] @ weight [outputs, inputs].T, both bfloat16.
+
+        The order of a row's sum may depend on the number of rows. Not while a graph is captured.
+        """
+        ...
+
     def begin_capture(self) -> None:
         """Record launches instead of queueing them."""
         ...

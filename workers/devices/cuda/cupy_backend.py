@@ -9,6 +9,7 @@ array API refuse to work while a graph is captured; `runtime.memcpyAsync` with a
 they are made of, and is never called then.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -31,6 +32,15 @@ _OUT_OF_MEMORY: Final = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEM
 _HOST_TO_DEVICE: Final = 1  # cudaMemcpyKind
 _DEVICE_TO_HOST: Final = 2
 _PLAIN_SHARED_BYTES: Final = 48 * 1024  # what a block gets without asking
+# cuBLAS: operations, cudaDataType and cublasComputeType.
+_PLAIN: Final = 0
+_TRANSPOSED: Final = 1
+_FLOAT32: Final = 0
+_BFLOAT16: Final = 14
+_COMPUTE_FLOAT32: Final = 68
+_DEFAULT_ALGORITHM: Final = -1
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -102,6 +112,8 @@ class CupyBackend:
         self._functions: dict[Kernel, Any] = {}
         self._shared_limits: dict[Kernel, int] = {}  # dynamic shared memory asked for so far
         self._num_captured: int | None = None  # None: not capturing
+        self._has_dense: bool | None = None  # None: not tried
+        self._factors = np.array([1, 0], np.float32)  # cuBLAS reads them when it is called
         properties = _RUNTIME.getDeviceProperties(cupy.cuda.runtime.getDevice())
         self.gpu_name: Final[str] = properties["name"].decode()
         self.num_multiprocessors: Final[int] = int(properties["multiProcessorCount"])
@@ -201,6 +213,45 @@ class CupyBackend:
             function(grid, (block,), values, shared_mem=shared_bytes)
         if self._num_captured is not None:
             self._num_captured += 1
+
+    # -- cuBLAS ------------------------------------------------------------------------------------
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether CuPy finds cuBLAS, which it loads at the first use."""
+        if self._has_dense is None:
+            try:
+                self._has_dense = cupy.cuda.device.get_cublas_handle() != 0
+            except (ImportError, RuntimeError) as error:
+                log.warning("prompts run slower: cuBLAS cannot be loaded (%s)", _first_line(error))
+                self._has_dense = False
+        return self._has_dense
+
+    def multiply_dense(
+        self,
+        out: DeviceArray,
+        x: DeviceArray,
+        weight: DeviceArray,
+        *,
+        num_rows: int,
+        num_outputs: int,
+        num_inputs: int,
+    ) -> None:
+        """Queue a product of bfloat16 matrices. cuBLAS counts by columns: it computes out.T = weight @ x.T."""
+        assert self._num_captured is None, "CuPy refuses cuBLAS while a graph is captured"
+        assert isinstance(out, _Array)
+        assert isinstance(x, _Array)
+        assert isinstance(weight, _Array)
+        one, zero = self._factors[:1].ctypes.data, self._factors[1:].ctypes.data
+        with _faults("a matrix product"):
+            cupy.cuda.cublas.gemmEx(
+                cupy.cuda.device.get_cublas_handle(),
+                *(_TRANSPOSED, _PLAIN, num_outputs, num_rows, num_inputs),
+                *(one, int(weight.address), _BFLOAT16, num_inputs),
+                *(int(x.address), _BFLOAT16, num_inputs),
+                *(zero, int(out.address), _FLOAT32, num_outputs),
+                *(_COMPUTE_FLOAT32, _DEFAULT_ALGORITHM),
+            )
 
     # -- graphs ------------------------------------------------------------------------------------
 

@@ -255,6 +255,36 @@ class EmulatorBackend:
         else:
             self._enqueue(call)
 
+    @property
+    def has_dense(self) -> bool:
+        """NumPy's product stands for cuBLAS."""
+        return True
+
+    def multiply_dense(
+        self,
+        out: DeviceArray,
+        x: DeviceArray,
+        weight: DeviceArray,
+        *,
+        num_rows: int,
+        num_outputs: int,
+        num_inputs: int,
+    ) -> None:
+        """Queue a product of bfloat16 matrices."""
+        self._refuse_in_capture("cuBLAS was called")
+        shapes = ((x, num_rows * num_inputs), (weight, num_outputs * num_inputs))
+        left, right = (_ours(array).bytes[: 2 * size].view(np.uint16) for array, size in shapes)
+        target = _ours(out).bytes[: 4 * num_rows * num_outputs].view(np.float32)
+        alive = [_ours(array).lives() for array in (out, x, weight)]
+
+        def multiply() -> None:
+            _require(all(lives() for lives in alive))
+            a, b = ((part.astype(np.uint32) << 16).view(np.float32) for part in (left, right))
+            product = a.reshape(num_rows, num_inputs) @ b.reshape(num_outputs, num_inputs).T
+            target[:] = product.reshape(-1)
+
+        self._enqueue(multiply)
+
     def begin_capture(self) -> None:
         """Record launches instead of queueing them."""
         self._refuse_in_capture("a capture was begun")
@@ -289,7 +319,7 @@ class EmulatorBackend:
 
 def _require(lives: bool) -> None:
     if not lives:
-        raise DeviceFaultError("a copy uses device memory that was freed after it was queued")
+        raise DeviceFaultError("a call uses device memory that was freed after it was queued")
 
 
 def _ours(array: DeviceArray) -> EmulatorArray:

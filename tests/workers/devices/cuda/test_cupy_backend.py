@@ -1,5 +1,6 @@
 """The CuPy backend against a stand-in: what it calls with what, and what CUDA's errors become."""
 
+import ctypes
 import importlib
 import sys
 from collections.abc import Iterator
@@ -192,3 +193,35 @@ def test_a_gpu_that_does_not_answer_is_a_config_error(module: Any, fake: FakeCup
     fake.fail["stream"] = 46  # devices unavailable
     with pytest.raises(ConfigError, match="cannot be used: cudaErrorNumber46"):
         module.open_backend(DRIVER)
+
+
+def test_a_dense_product_is_given_to_cublas_by_columns(backend: Any, fake: FakeCupy) -> None:
+    out, x, weight = (backend.allocate(size, np.uint8) for size in (4 * 3 * 5, 2 * 3 * 8, 2 * 5 * 8))
+    assert backend.has_dense
+    backend.multiply_dense(out, x, weight, num_rows=3, num_outputs=5, num_inputs=8)
+    ((_, handle, *arguments),) = [call for call in fake.calls if call[0] == "gemm"]
+    assert handle == 99
+    operations, (one, *left), right, (zero, *result) = (
+        arguments[:5],
+        arguments[5:9],
+        arguments[9:12],
+        arguments[12:16],
+    )
+    assert operations == [1, 0, 5, 3, 8]
+    assert left == [weight.address, 14, 8]
+    assert right == [x.address, 14, 8]
+    assert result == [out.address, 0, 5]
+    factors = [ctypes.c_float.from_address(address).value for address in (one, zero)]
+    assert factors == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("libcublas.so.13"), RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED")]
+)
+def test_without_cublas_there_are_no_dense_products(
+    backend: Any, fake: FakeCupy, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.cublas_error = error
+    assert not backend.has_dense
+    assert not backend.has_dense
+    assert caplog.text.count("cuBLAS cannot be loaded") == 1
