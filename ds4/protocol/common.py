@@ -8,7 +8,7 @@ A field nobody declares is ignored; a declared field that would change the outpu
 is refused by name (`_REFUSED`). Nothing is accepted without effect.
 """
 
-import math
+import logging
 import re
 import secrets
 from collections.abc import Collection, Mapping
@@ -28,9 +28,15 @@ from ds4.generation import (
 )
 from ds4.protocol.structured import Structure, StructureFields, structure_of
 
+_log = logging.getLogger(__name__)
+
 MAX_CHOICES: Final = 128
 _SEED_BITS: Final = 64
 _MAX_BIAS: Final = 100.0
+_MAX_TOP_K: Final = 1 << 30
+_TEMPERATURES: Final = (0.0, 100.0)
+_SHARES: Final = (0.0, 1.0)  # top_p, min_p
+_PENALTIES: Final = (0.01, 100.0)
 
 # Declared fields that would change the output, and the values at which they do not. None never does.
 _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -190,24 +196,34 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sampling_defaults(settings: Settings, metadata: Mapping[str, Any]) -> SamplingDefaults:
-    """Flag or variable, else the file's `general.sampling.*`, else the C server's defaults."""
+    """Flag or variable, else the file's `general.sampling.*`, else the C server's defaults.
 
-    def pick(setting: float | None, key: str, fallback: float) -> float:
-        value = metadata.get(f"general.sampling.{key}")
-        if setting is not None:
-            return setting
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        return float(value) if is_number and value is not None and value >= 0 else fallback
-
+    A file's value that a request might not have is ignored: the file comes from strangers.
+    """
     built_in = SamplingDefaults()
-    return SamplingDefaults(
-        temperature=pick(settings.temperature, "temp", built_in.temperature),
-        top_p=min(1.0, pick(settings.top_p, "top_p", built_in.top_p)),
-        top_k=int(pick(settings.top_k, "top_k", built_in.top_k)),
-        min_p=min(1.0, pick(settings.min_p, "min_p", built_in.min_p)),
-        repetition_penalty=pick(None, "penalty_repeat", built_in.repetition_penalty) or 1.0,
+    ignored: list[str] = []
+
+    def pick(setting: float | None, key: str, bounds: tuple[float, float], fallback: float) -> float:
+        value = metadata.get(f"general.sampling.{key}")
+        if setting is not None or value is None:
+            return fallback if setting is None else setting
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and bounds[0] <= value <= bounds[1]:
+            return float(value)
+        ignored.append(f"{key} {value!r:.40}")
+        return fallback
+
+    defaults = SamplingDefaults(
+        temperature=pick(settings.temperature, "temp", _TEMPERATURES, built_in.temperature),
+        top_p=pick(settings.top_p, "top_p", _SHARES, built_in.top_p),
+        top_k=max(0, int(pick(settings.top_k, "top_k", (-1, _MAX_TOP_K), built_in.top_k))),
+        min_p=pick(settings.min_p, "min_p", _SHARES, built_in.min_p),
+        repetition_penalty=pick(None, "penalty_repeat", _PENALTIES, built_in.repetition_penalty),
         max_tokens=settings.default_max_tokens,
     )
+    if ignored:
+        _log.warning("ignored sampling values of the model file: %s", ", ".join(ignored))
+    return defaults
 
 
 _PATH: Final = re.compile(r" - at `\$\.?([^`]*)`$")
@@ -275,11 +291,11 @@ def make_plan(
     penalty_name = "repetition_penalty" if fields.repetition_penalty is not None else "repeat_penalty"
     penalty = fields.repetition_penalty if fields.repetition_penalty is not None else fields.repeat_penalty
     sampling = SamplingParams(
-        temperature=_number("temperature", fields.temperature, defaults.temperature, 0.0, 100.0),
-        top_p=_number("top_p", fields.top_p, defaults.top_p, 0.0, 1.0),
+        temperature=_number("temperature", fields.temperature, defaults.temperature, *_TEMPERATURES),
+        top_p=_number("top_p", fields.top_p, defaults.top_p, *_SHARES),
         top_k=_top_k(fields.top_k, defaults.top_k, vocabulary.size),
-        min_p=_number("min_p", fields.min_p, defaults.min_p, 0.0, 1.0),
-        repetition_penalty=_number(penalty_name, penalty, defaults.repetition_penalty, 0.01, 100.0),
+        min_p=_number("min_p", fields.min_p, defaults.min_p, *_SHARES),
+        repetition_penalty=_number(penalty_name, penalty, defaults.repetition_penalty, *_PENALTIES),
         presence_penalty=_number("presence_penalty", fields.presence_penalty, 0.0, -2.0, 2.0),
         frequency_penalty=_number("frequency_penalty", fields.frequency_penalty, 0.0, -2.0, 2.0),
         logit_bias=_logit_bias(fields.logit_bias, vocabulary.size),

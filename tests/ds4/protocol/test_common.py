@@ -1,5 +1,6 @@
 """ds4/protocol/common.py: ranges, refusals by name, defaults, the request that results."""
 
+import logging
 from typing import Any
 
 import msgspec
@@ -216,6 +217,31 @@ def test_defaults_come_from_settings_then_the_file_then_the_house() -> None:
     defaults = sampling_defaults(Settings(top_k=30), metadata)
     assert (defaults.temperature, defaults.top_k, defaults.top_p, defaults.min_p) == (0.5, 30, 1.0, 0.05)
     assert sampling_defaults(Settings(temperature=0), metadata).temperature == 0
+
+
+def test_values_of_the_file_that_no_request_might_have_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    values = {"temp": 1e9, "top_k": -2, "top_p": 1.5, "min_p": -0.5, "penalty_repeat": 0.0}
+    metadata = {f"general.sampling.{key}": value for key, value in values.items()}
+    with caplog.at_level(logging.WARNING):
+        assert sampling_defaults(Settings(), metadata) == SamplingDefaults()
+    assert len(caplog.records) == 1
+    assert "temp 1000000000.0, top_p 1.5, top_k -2" in caplog.text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "hot", True, [1.0]])
+def test_what_is_no_number_in_the_file_is_left_out(value: object) -> None:
+    metadata = {"general.sampling.temp": value, "general.sampling.top_k": value}
+    assert sampling_defaults(Settings(), metadata) == SamplingDefaults()
+
+
+def test_values_of_the_file_that_are_in_range_are_not_talked_about(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        defaults = sampling_defaults(
+            Settings(top_p=0.5),
+            {"general.sampling.temp": 0, "general.sampling.top_p": 7, "general.sampling.top_k": -1},
+        )
+    assert (defaults.temperature, defaults.top_p, defaults.top_k) == (0.0, 0.5, 0)
+    assert not caplog.records
 
 
 def test_usage_and_timings_add_up() -> None:
