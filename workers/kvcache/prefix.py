@@ -72,6 +72,12 @@ class PrefixCache:
             pages.append(page)
         return pages
 
+    def finds_more(self, sequence: Sequence, num_found: int) -> bool:
+        """Whether `find` would find more than `num_found` pages by now. Cheap."""
+        if num_found >= (len(sequence.tokens) - 1) // self.page_tokens:
+            return False
+        return self._digests(sequence, num_found + 1)[num_found] in self._page_by_digest
+
     def num_parked_of(self, pages: Iterable[int]) -> int:
         """How many of `pages` are parked, so that holding them makes fewer available."""
         parked = self._parked

@@ -34,7 +34,8 @@ class Scheduler:
         self._pace = PrefillPace(max_rows)
         self._leaving: dict[int, Sequence] = {}  # finished, with a step in flight; by seat
         self._free_seats = list(range(max_seats - 1, -1, -1))
-        self._blocked: tuple[Sequence, int] | None = None  # next in turn that did not fit, and when
+        # The next in turn that did not fit, and what was so then: releases, and its cached pages.
+        self._blocked: tuple[Sequence, int, int] | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -202,13 +203,13 @@ class Scheduler:
         for sequence in self.waiting:
             if sequence.slot in paused:
                 continue
-            if is_next and self._blocked == (sequence, self.cache.num_releases):
+            if is_next and self._is_still_blocked(sequence):
                 return
             found = self._cached(sequence)
             needed = self._num_pages_needed(sequence, found)
             if needed > available:
                 if is_next:
-                    self._blocked = (sequence, self.cache.num_releases)
+                    self._blocked = sequence, self.cache.num_releases, len(found)
                 return
             is_next = False
             available -= needed + 1
@@ -216,6 +217,12 @@ class Scheduler:
             seats -= 1
             if seats == 0:
                 return
+
+    def _is_still_blocked(self, sequence: Sequence) -> bool:
+        """True where nothing came back since it did not fit, and nobody computed a page that it shares."""
+        if self._blocked is None or self._blocked[:2] != (sequence, self.cache.num_releases):
+            return False
+        return bool(sequence.num_to_score) or not self.cache.finds_more(sequence, self._blocked[2])
 
     def _cached(self, sequence: Sequence) -> list[int]:
         """Pages that need not be computed. What is to be scored has to be, whoever has it."""

@@ -210,6 +210,19 @@ def test_a_blocked_queue_is_not_looked_at_again_until_pages_come_back(
     assert large in simulation.finished
 
 
+def test_a_blocked_sequence_starts_as_soon_as_enough_of_its_pages_were_computed_by_another() -> None:
+    simulation = Simulation(pages=16, seats=4, rows=16)
+    running, alike = make_sequence([1] * 40, 8), make_sequence([1] * 48, 1)
+    simulation.add(running)
+    simulation.turn()
+    simulation.add(alike)  # 12 pages, of which it can share 10
+    simulation.turn()
+    assert alike.status is Status.WAITING
+    simulation.run()
+    assert simulation.finished == [alike, running]
+    assert alike.reused_tokens == 32  # two steps of the other
+
+
 @DEPTHS
 def test_a_paused_sequence_gets_no_row_that_samples(depth: int) -> None:
     simulation = Simulation(depth=depth)
