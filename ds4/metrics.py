@@ -18,7 +18,7 @@ import os
 import secrets
 import zlib
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, Literal, Self
 
@@ -257,7 +257,16 @@ TABLE: Final[tuple[Metric, ...]] = (
         kind="counter",
         owner="front",
         label="reason",
-        label_values=("full", "unavailable", "draining", "invalid", "context", "too_large", "unauthorized"),
+        label_values=(
+            "full",
+            "unavailable",
+            "draining",
+            "invalid",
+            "context",
+            "too_large",
+            "unauthorized",
+            "key_limit",
+        ),
         help="Requests refused before they reached the worker.",
     ),
     Metric(
@@ -421,11 +430,6 @@ class Metrics:
             yield f'{metric.name}_bucket{{le="{edge}"}} {running}'
         yield f"{metric.name}_sum {_number(total)}"
         yield f"{metric.name}_count {running}"
-
-
-def names(owners: Sequence[str] = ("worker", "front", "scrape")) -> list[str]:
-    """The metric names that these roles write."""
-    return [metric.name for metric in TABLE if metric.owner in owners]
 
 
 def _number(value: float) -> str:
