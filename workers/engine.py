@@ -178,10 +178,10 @@ class Engine:
                     error,
                     extra={"request_id": submission.request_id, "code": error.code.name},
                 )
-                self._ring.finish(
-                    {submission.slot: GenerationEnd(FinishReason.ERROR, int(error.code), str(error))}
-                )
+                refusal = GenerationEnd(FinishReason.ERROR, int(error.code), str(error))
+                self._ring.finish({submission.slot: refusal})
                 continue
+            assert sequence.slot not in self._by_slot, "the ring gave out a slot that runs"
             self._by_slot[sequence.slot] = sequence
             if not sequence.request.grammar:
                 self._scheduler.enqueue(sequence)
