@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 # Flags for `make run`, and arguments for `make test`: make run ARGS="--port 9090 --front-ends 2"
 ARGS ?=
 
-.PHONY: help run test check lint model requirements settings clean
+.PHONY: help run test check lint model requirements settings clean audit chaos soak overload
 
 help: ## show this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 22
@@ -56,7 +56,7 @@ lint: $(VENV)/.installed-dev ## formatting, lint, types, import contracts
 	@echo "== lint-imports"
 	@$(BIN)/lint-imports --no-cache
 
-check: lint model ## all that CI runs: lint, then the tests with coverage floors
+check: lint audit model ## all that CI runs: lint, then the tests with coverage floors
 	@echo "== test: pytest -n 2 with coverage"
 	@rm -f .coverage .coverage.*
 	@$(BIN)/python -m pytest -n 2 --cov=ds4.ring --cov=workers.scheduler --cov-branch --cov-report= $(ARGS)
@@ -76,6 +76,19 @@ settings: $(VENV)/.installed ## write the README's table and the env example fro
 	@$(BIN)/ds4-server config --markdown > README.md.table
 	@sed -i -e '/<!-- settings: begin -->/r README.md.table' -e '/<!-- settings: begin -->/,/<!-- settings: end -->/{/<!-- settings/!d}' README.md
 	@rm README.md.table
+
+audit: $(VENV)/.installed-dev ## list every installed version; fail where one is not the pinned one
+	@echo "== audit: installed against requirements-dev.txt"
+	@$(BIN)/python .ci/audit.py requirements-dev.txt
+
+chaos: $(VENV)/.installed-dev ## random blows to a real server under checked streams: make chaos ARGS="--seconds 600"
+	@$(BIN)/python -m tests.stress.chaos $(ARGS)
+
+overload: $(VENV)/.installed-dev ## ten times more clients than slots, with slow, idle and dribbling ones
+	@$(BIN)/python -m tests.stress.overload $(ARGS)
+
+soak: $(VENV)/.installed-dev ## 100,000 short requests with flat memory
+	@$(BIN)/python -m tests.stress.soak $(ARGS)
 
 clean: ## remove the environment and what the tools left
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist build

@@ -1,10 +1,12 @@
 """The deployed shape: the real nginx, two front ends, one worker, streams through all of it."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +25,7 @@ from tests.support.server import (
     stream_text,
     wait_until,
 )
+from tests.support.smuggling import CASES, PLAIN
 
 pytestmark = pytest.mark.e2e
 
@@ -118,6 +121,36 @@ def test_errors_keep_their_status_and_shape(deployment: Deployment) -> None:
     missing = httpx.get(f"{deployment.url}/v1/nothing", timeout=DEADLINE_S)
     assert missing.status_code == 404
     assert "error" in missing.json()
+
+
+def _through_proxy(url: str, raw: bytes) -> bytes:
+    """Send bytes as they are; everything that comes back within a moment."""
+    said = b""
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=0.5) as connection,
+    ):
+        connection.sendall(raw)
+        while piece := connection.recv(65536):
+            said += piece
+    return said
+
+
+def test_no_request_can_be_smuggled_past_the_proxy(deployment: Deployment) -> None:
+    def num_answers() -> float:
+        # Those of the front ends, whatever the proxy made of them; asking adds one.
+        text = httpx.get(f"http://127.0.0.1:{deployment.ports[-1]}/metrics", timeout=DEADLINE_S).text
+        return sum(map(float, re.findall(r"^ds4_http_responses_total\{.*\} (\S+)$", text, re.MULTILINE)))
+
+    before = num_answers()
+    _through_proxy(deployment.url, PLAIN)
+    assert num_answers() - before == 3, "two requests and the question: so this test can fail"
+    for name, raw in CASES.items():
+        before = num_answers()
+        said = _through_proxy(deployment.url, raw)
+        assert said.count(b"HTTP/1.1 ") <= 1, name
+        assert b"hidden" not in said, name
+        assert num_answers() - before <= 2, f"{name}: a front end answered two"
 
 
 def test_requests_go_on_while_one_front_end_is_dead(deployment: Deployment) -> None:

@@ -9,6 +9,7 @@ import pytest
 from ds4.api import exchange
 from ds4.api.connection import MAX_HEAD_BYTES, BoundedConnection
 from tests.support.front_rig import Front, with_front
+from tests.support.smuggling import CASES, PLAIN
 
 _GET = b"GET /health/live HTTP/1.1\r\nhost: x\r\n"
 
@@ -115,5 +116,35 @@ def test_the_limit_counts_each_request_of_a_connection_anew(tmp_path: Path) -> N
         last = _GET + b"connection: close\r\n\r\n"
         answer = await _talk(front, [one, one, one, last], pause_s=0.05)
         assert answer.count(b"HTTP/1.1 200 ") == 4
+
+    with_front(tmp_path, scenario, None)
+
+
+async def _answers(front: Front, raw: bytes) -> bytes:
+    """All that is said within a moment: a second answer would come at once."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    said = b""
+    try:
+        writer.write(raw)
+        while piece := await asyncio.wait_for(reader.read(65536), 1):
+            said += piece
+    except (TimeoutError, ConnectionError):
+        pass
+    finally:
+        writer.close()
+    return said
+
+
+def test_no_request_can_be_hidden_in_another(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        assert (await _answers(front, PLAIN)).count(b"HTTP/1.1 ") == 2, "the hidden one is never looked for"
+        names = list(CASES)
+        for name, said in zip(
+            names, await asyncio.gather(*(_answers(front, CASES[name]) for name in names)), strict=True
+        ):
+            assert said.count(b"HTTP/1.1 ") <= 1, name
+            assert b"hidden" not in said, name
+            assert b"HTTP/1.1 5" not in said, name
+        assert (await front.client.get("/health/live")).status_code == 200
 
     with_front(tmp_path, scenario, None)
