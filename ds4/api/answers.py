@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from datetime import UTC, datetime
 from typing import Protocol
 
+import msgspec
+
 from ds4.api.choices import Choice, Choices, Piece, TokenText, each_choice
 from ds4.api.errors import ClientGoneError, Failure, failure
 from ds4.api.exchange import Exchange
@@ -48,12 +50,17 @@ async def stream_answer(
     exchange: Exchange,
     choices: Choices,
     writer: Callable[[Choice], ChunkWriter],
-    usage_frame: Callable[[], bytes] | None,
+    usage_chunk: msgspec.Struct | None,
 ) -> None:
-    """An OpenAI stream: opening chunks, pieces, then usage and `[DONE]`."""
+    """An OpenAI stream: opening chunks, pieces, then usage and `[DONE]`.
+
+    `usage_chunk`: a chunk without choices, to be filled in; None where the usage was not asked for.
+    """
 
     async def last() -> bytes:
-        return (usage_frame() if usage_frame is not None else b"") + DONE
+        if usage_chunk is None:
+            return DONE
+        return event(msgspec.structs.replace(usage_chunk, usage=choices.usage)) + DONE
 
     await stream_frames(exchange, choices, writer, last, lambda told: event(told.body) + DONE)
 

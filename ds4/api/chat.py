@@ -212,15 +212,11 @@ def _chunk(identity: Identity, choices: list[ChunkChoice], *, null_usage: bool) 
 
 
 async def _stream(exchange: Exchange, choices: Choices, plan: Plan, identity: Identity) -> None:
-    def usage_frame() -> bytes:
-        chunk = _chunk(identity, [], null_usage=True)
-        return event(msgspec.structs.replace(chunk, usage=choices.usage))
-
     await stream_answer(
         exchange,
         choices,
         lambda choice: _ChatChunks(identity, choice.index, plan),
-        usage_frame if plan.include_usage else None,
+        _chunk(identity, [], null_usage=True) if plan.include_usage else None,
     )
 
 

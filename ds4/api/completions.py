@@ -170,15 +170,11 @@ def _completion(identity: Identity, choices: list[CompletionChoice], *, null_usa
 async def _stream(
     exchange: Exchange, choices: Choices, plan: Plan, identity: Identity, echoes: list[Echo]
 ) -> None:
-    def usage_frame() -> bytes:
-        chunk = _completion(identity, [], null_usage=True)
-        return event(msgspec.structs.replace(chunk, usage=choices.usage))
-
     await stream_answer(
         exchange,
         choices,
         lambda choice: _CompletionChunks(identity, choice, plan, echoes[choice.prompt_index]),
-        usage_frame if plan.include_usage else None,
+        _completion(identity, [], null_usage=True) if plan.include_usage else None,
     )
 
 
