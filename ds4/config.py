@@ -294,7 +294,11 @@ TABLE: Final[tuple[Setting, ...]] = (
     Setting(
         name="api_key", secret=True, help="keys that clients must send, comma-separated; empty: no key needed"
     ),
-    Setting(name="api_key_file", help="file with one key per line, read at start"),
+    Setting(
+        name="api_key_file",
+        help="file with one key per line, read at start, each with its limits where it has any: "
+        "KEY name=alice weight=2 max_concurrent=8 tokens_per_minute=60000",
+    ),
     Setting(
         name="cache_isolation",
         choices=("none", "key"),

@@ -35,6 +35,7 @@ _OURS: Final = (
     "quarantine",
     "salt",
     ".salt.*",
+    "usage-*",
     "control",
 )
 

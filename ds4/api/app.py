@@ -23,7 +23,7 @@ from ds4.api.errors import failure
 from ds4.api.exchange import Endpoint, Exchange
 from ds4.api.health import Health
 from ds4.api.messages import count_tokens, messages
-from ds4.api.middleware import Authenticate, Observe, api_keys
+from ds4.api.middleware import Authenticate, Observe
 from ds4.api.models import Models
 from ds4.api.openapi import OpenApi
 from ds4.api.responses import StoredResponses, responses
@@ -115,8 +115,8 @@ def _middleware(settings: Settings, state: FrontState) -> list[Middleware]:
                 expose_headers=["X-Request-Id", "Retry-After"],
             )
         )
-    if keys := api_keys(settings):
-        out.append(Middleware(Authenticate, state=state, keys=keys))
+    if state.keys:
+        out.append(Middleware(Authenticate, state=state, keys=state.keys))
     return out
 
 

@@ -16,7 +16,7 @@ import msgspec
 from ds4.api.errors import BusyError, ClientGoneError, DrainingError
 from ds4.api.exchange import Exchange
 from ds4.engine_client import Generation
-from ds4.errors import RequestError, RingFullError, WorkerError
+from ds4.errors import RequestError, RingError, RingFullError, WorkerError
 from ds4.generation import FinishReason, GenerationEnd, TokenEvent
 from ds4.protocol.common import Plan, Timings, Usage, timings, usage
 from ds4.text.detokenizer import Detokenizer
@@ -298,6 +298,7 @@ class Choices:
             if new:
                 now_s = clock()
                 self._metrics.add("ds4_generation_tokens_total", new)
+                self._exchange.used(new)
                 if not last_s:
                     self._metrics.observe("ds4_time_to_first_token_seconds", now_s - self._exchange.arrived_s)
                     last_s, new = now_s, new - 1
@@ -352,7 +353,7 @@ def open_choices(exchange: Exchange, job: Job) -> Iterator[Choices]:
     """Hand every choice of every prompt to the worker: all, or none.
 
     Whatever still runs when the block is left, or when the client goes away, is cancelled. Raises
-    RequestError, ContextOverflowError, BusyError, DrainingError, RingUnavailableError.
+    RequestError, ContextOverflowError, KeyLimitError, BusyError, DrainingError, RingUnavailableError.
     """
     state, engine = exchange.state, exchange.state.engine
     prompts, plan, param = job.prompts, job.plan, job.param
@@ -365,14 +366,20 @@ def open_choices(exchange: Exchange, job: Job) -> Iterator[Choices]:
     ]
     if engine.draining:
         raise DrainingError("the server is shutting down")
+    exchange.take(len(requests), sum(map(len, prompts)))
     opened: list[Choice] = []
     choices = Choices(exchange, opened, sum(map(len, prompts)))
     try:
-        for prompt_index, prompt, request in requests:
-            generation = None
-            if request.max_tokens > 0:
-                generation = engine.generate(request, prompt, exchange.request_id, exchange.cache_salt)
-            opened.append(Choice(len(opened), prompt_index, generation, job, state.model.tokenizer))
+        try:
+            for prompt_index, prompt, request in requests:
+                generation = None
+                if request.max_tokens > 0:
+                    request = exchange.of_tenant(request)
+                    generation = engine.generate(request, prompt, exchange.request_id, exchange.cache_salt)
+                opened.append(Choice(len(opened), prompt_index, generation, job, state.model.tokenizer))
+        except RingError:
+            exchange.untake()
+            raise
         engine.metrics.add("ds4_prompt_tokens_total", choices.num_prompt_tokens)
         for prompt in prompts:
             engine.metrics.observe("ds4_request_prompt_tokens", len(prompt))

@@ -28,7 +28,7 @@ from ds4.protocol.common import ErrorBody, ErrorDetail
 _log = logging.getLogger(__name__)
 
 RejectReason = Literal[
-    "", "full", "unavailable", "draining", "invalid", "context", "too_large", "unauthorized"
+    "", "full", "unavailable", "draining", "invalid", "context", "too_large", "unauthorized", "key_limit"
 ]
 
 
@@ -37,6 +37,14 @@ class BusyError(RingFullError):
 
     def __init__(self, retry_after_s: int) -> None:
         super().__init__("the server is at capacity, try again later")
+        self.retry_after_s = retry_after_s
+
+
+class KeyLimitError(Ds4Error):
+    """The client's API key has used up what it may use; the message names the limit."""
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
@@ -79,6 +87,7 @@ _TABLE: Final[tuple[tuple[type[BaseException], _Rule], ...]] = (
     (BodyTimeoutError, _Rule(408, "invalid_request_error", "request_timeout", "invalid")),
     (UnauthorizedError, _Rule(401, "authentication_error", "invalid_api_key", "unauthorized")),
     (RequestError, _Rule(400, "invalid_request_error", None, "invalid")),
+    (KeyLimitError, _Rule(429, "rate_limit_error", "rate_limit_exceeded", "key_limit")),
     (RingFullError, _Rule(429, "rate_limit_error", "server_busy", "full")),
     (DrainingError, _Rule(503, "service_unavailable_error", "shutting_down", "draining")),
     (RingUnavailableError, _Rule(503, "service_unavailable_error", "no_worker", "unavailable")),
@@ -137,7 +146,7 @@ def failure(error: BaseException, request_id: str = "") -> Failure:
             _log.error("unexpected error in a request", exc_info=error, extra={"request_id": request_id})
             message = "internal error"
         rule = found or _INTERNAL
-    if isinstance(error, BusyError):
+    if isinstance(error, (BusyError, KeyLimitError)):
         headers["Retry-After"] = str(error.retry_after_s)
     elif rule.status in (429, 503):
         headers["Retry-After"] = "1"

@@ -9,12 +9,15 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ds4.api.dialects import refusal
 from ds4.api.documents import document
 from ds4.api.errors import BodyTimeoutError, BodyTooLargeError, ClientGoneError, failure
+from ds4.api.keys import ANYBODY, Tenant
 from ds4.api.state import FrontState
+from ds4.generation import GenerationRequest
 
 # At 1 Mbit/s the largest default body takes as long; a client that sends a byte a second gives up its task.
 BODY_TIMEOUT_S: Final = 300.0
@@ -31,7 +34,10 @@ class Exchange:
         self.arrived_s = time.monotonic()
         self.request_id: str = scope.get("ds4.request_id", "")
         self.cache_salt: bytes = scope.get("ds4.cache_salt", b"")
+        self.tenant: Tenant = scope.get("ds4.tenant", ANYBODY)
         self.gone = False
+        self._num_taken = 0  # sequences that count towards the tenant's limit
+        self._tokens_taken = 0
         self._receive = receive
         self._on_gone: list[Callable[[], None]] = []
         self._watcher: asyncio.Task[None] | None = None
@@ -81,6 +87,34 @@ class Exchange:
             raise ClientGoneError
         return result
 
+    def take(self, num_sequences: int, num_tokens: int) -> None:
+        """Count a request of so many sequences and prompt tokens, once. Raises KeyLimitError."""
+        if not self._num_taken:
+            self.state.limits.take(self.tenant, num_sequences, num_tokens)
+            self._num_taken, self._tokens_taken = num_sequences, num_tokens
+
+    def untake(self) -> None:
+        """The request never began: its prompt does not count."""
+        if self._num_taken:
+            self.state.limits.add_tokens(self.tenant, -self._tokens_taken)
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._num_taken:
+            self.state.limits.give_back(self.tenant, self._num_taken)
+            self._num_taken = 0
+
+    def used(self, num_tokens: int) -> None:
+        """Output was generated."""
+        if self.tenant.tokens_per_minute:  # nothing for all others, so often
+            self.state.limits.add_tokens(self.tenant, num_tokens)
+
+    def of_tenant(self, request: GenerationRequest) -> GenerationRequest:
+        """The same request, with whose it is."""
+        if not self.tenant.number:
+            return request
+        return msgspec.structs.replace(request, tenant=self.tenant.number, weight=self.tenant.weight)
+
     def prepared(self) -> None:
         """The request reached the worker, or ended before. Idempotent."""
         if self._is_preparing:
@@ -90,6 +124,7 @@ class Exchange:
     def close(self) -> None:
         """The answer is out."""
         self.prepared()
+        self._give_back()
         if self._watcher is not None:
             self._watcher.cancel()
 

@@ -8,17 +8,15 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ds4.api.dialects import is_anthropic, refusal
 from ds4.api.errors import UnauthorizedError, failure
+from ds4.api.keys import Tenant
 from ds4.api.state import FrontState
-from ds4.config import Settings
-from ds4.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
@@ -67,10 +65,10 @@ class Observe:
 class Authenticate:
     """Lets a request pass with one of the keys, as a bearer token or `x-api-key`."""
 
-    def __init__(self, app: ASGIApp, state: FrontState, keys: Sequence[bytes]) -> None:
+    def __init__(self, app: ASGIApp, state: FrontState, keys: Mapping[bytes, Tenant]) -> None:
         self._app = app
         self._state = state
-        self._keys = tuple(keys)
+        self._keys = dict(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI entry."""
@@ -80,6 +78,7 @@ class Authenticate:
         key = self._known(scope)
         if key is not None:
             scope["ds4.cache_salt"] = self._state.isolation.salt(key)
+            scope["ds4.tenant"] = self._keys[key]
             await self._app(scope, receive, send)
             return
         told = failure(UnauthorizedError("a valid API key is needed: Authorization: Bearer KEY"))
@@ -93,24 +92,6 @@ class Authenticate:
         # Every key is compared, each in constant time: timing tells nothing.
         known = [hmac.compare_digest(given, key) for key in self._keys]
         return given if any(known) else None
-
-
-def api_keys(settings: Settings) -> list[bytes]:
-    """All keys that are accepted; empty: none is needed. Raises ConfigError for an unusable file."""
-    keys = [key.strip() for key in settings.api_key.split(",")]
-    if settings.api_key_file:
-        try:
-            lines = Path(settings.api_key_file).read_text("utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"the key file {settings.api_key_file} cannot be read: {error}", setting="api_key_file"
-            ) from None
-        keys += [line.strip() for line in lines if not line.lstrip().startswith("#")]
-        if not any(keys):
-            raise ConfigError(
-                f"the key file {settings.api_key_file} has no key in it", setting="api_key_file"
-            )
-    return [key.encode() for key in dict.fromkeys(keys) if key]
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

@@ -25,7 +25,7 @@ from ds4.protocol.openai_completions import CompletionLogprobs, Prompt
 async def score_prompts(exchange: Exchange, job: Job) -> list[list[TokenEvent]]:
     """For each prompt the scores of its tokens from the second on.
 
-    Raises RequestError, ContextOverflowError, BusyError, DrainingError, RingUnavailableError, WorkerError,
+    Raises RequestError, ContextOverflowError, KeyLimitError, BusyError, DrainingError, RingUnavailableError, WorkerError,
     ClientGoneError.
     """
     state, engine = exchange.state, exchange.state.engine
@@ -34,6 +34,7 @@ async def score_prompts(exchange: Exchange, job: Job) -> list[list[TokenEvent]]:
         job.plan.generation(len(prompt), state.max_context_tokens, 0, job.param)
     if engine.draining:
         raise DrainingError("the server is shutting down")
+    exchange.take(len(job.prompts) * job.plan.num_choices, sum(map(len, job.prompts)))
     sampling = SamplingParams(temperature=0.0, num_logprobs=job.plan.sampling.num_logprobs)
     opened: list[Generation] = []
 
@@ -46,6 +47,7 @@ async def score_prompts(exchange: Exchange, job: Job) -> list[list[TokenEvent]]:
         for index in indices:
             prompt = job.prompts[index]
             request = GenerationRequest(max_tokens=len(prompt) - 1, sampling=sampling, scores_prompt=True)
+            request = exchange.of_tenant(request)
             opened.append(engine.generate(request, prompt, exchange.request_id, exchange.cache_salt))
         exchange.when_gone(cancel)
         found = await asyncio.gather(*map(_read, opened))

@@ -14,11 +14,13 @@ from typing import Final, TypeVar
 
 from ds4 import __version__
 from ds4.api.isolation import CacheIsolation
+from ds4.api.key_limits import KeyLimits
+from ds4.api.keys import load_keys
 from ds4.api.response_store import ResponseStore
 from ds4.api.sse import KeepAlive
 from ds4.config import Settings
 from ds4.engine_client import EngineClient
-from ds4.errors import ContextOverflowError
+from ds4.errors import ContextOverflowError, RingError
 from ds4.model_file import ModelFile
 from ds4.protocol.common import SamplingDefaults, Vocabulary, sampling_defaults
 from ds4.shared_dir import prepare_shared_directory, shared_directory
@@ -68,9 +70,9 @@ class FrontState:
         self.settings = settings
         self.model = model
         self.engine = engine
-        self.isolation = CacheIsolation(
-            settings.cache_isolation, has_keys=bool(settings.api_key or settings.api_key_file)
-        )
+        self.keys = load_keys(settings)
+        self.limits = KeyLimits(self.keys.values())
+        self.isolation = CacheIsolation(settings.cache_isolation, has_keys=bool(self.keys))
         self.leaving = False  # a successor takes the new connections
         self.keep_alive = KeepAlive()
         self.store = ResponseStore(settings, shared_directory(settings))
@@ -82,7 +84,7 @@ class FrontState:
     def build(cls, settings: Settings, path: Path) -> "FrontState":
         """Read the model's text side; nothing outside this process changes before `start`.
 
-        Raises ModelFileError.
+        Raises ConfigError, ModelFileError.
         """
         directory = shared_directory(settings)
         model = ServedModel(settings, ModelFile.open(path))
@@ -91,8 +93,14 @@ class FrontState:
 
     async def start(self) -> None:
         """Take the front end's place in the ring. Raises ConfigError, RingFullError, RingError."""
-        self.isolation.open(prepare_shared_directory(self.settings))
+        directory = prepare_shared_directory(self.settings)
+        self.isolation.open(directory)
         await self.engine.start()
+        try:
+            self.limits.open(directory, self.engine.ring.index)
+        except RingError:
+            await self.engine.close()
+            raise
 
     async def close(self) -> None:
         """Give everything back."""
@@ -100,6 +108,7 @@ class FrontState:
         await self.store.close()
         await self.grammars.close()
         await self.engine.close()
+        self.limits.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ds4.api.middleware import api_keys
+from ds4.api.keys import load_keys
 from ds4.config import Settings
 from ds4.errors import ConfigError
 from tests.support.front_rig import Front, with_front
@@ -45,7 +45,7 @@ def test_an_unusable_key_file_ends_the_start(tmp_path: Path) -> None:
     empty.write_text("# nothing\n")
     for path in (tmp_path / "missing", empty):
         with pytest.raises(ConfigError, match="key"):
-            api_keys(Settings(api_key_file=str(path)))
+            load_keys(Settings(api_key_file=str(path)))
 
 
 def test_the_clients_request_id_comes_back_and_an_odd_one_is_replaced(tmp_path: Path) -> None:
