@@ -88,8 +88,9 @@ class ContextOverflowError(RequestError):
 
     def __init__(self, num_prompt_tokens: int, max_context_tokens: int, *, param: str) -> None:
         super().__init__(
-            f"the prompt has {num_prompt_tokens} tokens, but the context window is "
-            f"{max_context_tokens}; shorten it",
+            # agents and gateways look for these two phrases to know that they must shorten the history
+            f"prompt is too long: {num_prompt_tokens} tokens > {max_context_tokens} maximum; "
+            f"this model's maximum context length is {max_context_tokens} tokens",
             param=param,
             code="context_length_exceeded",
         )
