@@ -14,7 +14,7 @@ from typing import Final
 
 from ds4.config import Settings
 from ds4.errors import ConfigError
-from ds4.ring.directory import open_directory
+from ds4.ring.directory import LIMITS_NAME, open_directory, remove_limits
 from ds4.ring.liveness import WORKER_BYTE, Leases
 
 # Far above the places of worker and front ends. While it is held nobody finds the directory empty.
@@ -37,6 +37,8 @@ _OURS: Final = (
     ".salt.*",
     "usage-*",
     "control",
+    LIMITS_NAME,
+    f".{LIMITS_NAME}.new",
 )
 
 
@@ -75,6 +77,7 @@ class Tenancy:
                 f"another server uses {self.path}; stop it or choose another --shared-dir",
                 setting="shared_dir",
             )
+        remove_limits(self.path)  # a server that was killed may have left them
 
     def end(self) -> None:
         """Delete what the run left, and the directory itself where it is the default one.

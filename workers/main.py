@@ -33,6 +33,7 @@ from ds4.ring.states import WorkerState
 from ds4.ring.worker_end import WorkerRing
 from ds4.shared_dir import prepare_shared_directory
 from workers.devices.interface import PAGE_TOKENS, Device, DeviceFaultError, Limits
+from workers.devices.kept_limits import keep_limits, open_with_kept_limits
 from workers.devices.registry import open_device
 from workers.engine import Engine, build_engine
 from workers.sampling.grammar import Grammars
@@ -74,7 +75,7 @@ def _serve(settings: Settings, pulse: Pulse, takes_over: bool) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to drain yet: any signal ends the process
     directory = prepare_shared_directory(settings)
     model = ModelFile.open(resolve_model(settings.model, progress=False))
-    device, limits = open_device(settings, model)
+    device, limits = open_with_kept_limits(open_device, settings, model, directory)
     try:
         return _run(settings, directory, model, device, limits, started_s, pulse, takes_over)
     finally:
@@ -107,6 +108,7 @@ def _run(
     )
     grammars = _grammars(model)
     ring = _take_ring(settings, directory, shape, encode_model_info(info), pulse, takes_over)
+    keep_limits(settings, model, directory, limits)
     failed = True
     metrics: Metrics | None = None
     watchdog = Watchdog(ring, pulse, timeout_s=settings.worker_timeout_s, on_hang=end_process(EXIT_DEVICE))

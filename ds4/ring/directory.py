@@ -17,6 +17,7 @@ SEGMENT_NAME: Final = "ring"
 UNFINISHED_PREFIX: Final = ".ring."
 PROMPTS_NAME: Final = "prompts"
 WORKER_BELL_NAME: Final = "worker.bell"
+LIMITS_NAME: Final = "limits"  # of the first worker, for its successors
 _FRONT_END_BELL: Final = re.compile(r"front-(\d{1,4})\.bell")
 _SETTING: Final = "shared_dir"
 
@@ -110,6 +111,12 @@ def remove_orphan_bells(directory: Path, leases: Leases) -> None:
             leases.drop(byte)
 
 
+def remove_limits(directory: Path) -> None:
+    """Forget the first worker's limits: nothing is left that could be resumed."""
+    for name in (LIMITS_NAME, f".{LIMITS_NAME}.new"):
+        (directory / name).unlink(missing_ok=True)
+
+
 def leave(directory: Path, leases: Leases) -> None:
     """Give up every place; the last one to leave clears the directory."""
     if leases.take_all_leaving():
@@ -118,5 +125,6 @@ def leave(directory: Path, leases: Leases) -> None:
                 (directory / name).unlink(missing_ok=True)
         remove_segment(directory)
         remove_unfinished(directory)
+        remove_limits(directory)
         leases.remove()
     leases.abandon()

@@ -1,6 +1,7 @@
 """A real worker process whose device is the fake one: `python -m tests.support.fake_worker FLAGS`.
 
-Everything but the device is what `ds4-worker` runs. `--fault-at-step N` and `--step-ms N` come first.
+Everything but the device is what `ds4-worker` runs. `--fault-at-step N`, `--step-ms N` and `--room N`, the context
+where none is asked for, come first, in this order.
 """
 
 import sys
@@ -35,12 +36,13 @@ def main() -> int:
     arguments = sys.argv[1:]
     fault_at_step = _take_number(arguments, "--fault-at-step")
     step_ms = _take_number(arguments, "--step-ms") or 0
+    room = _take_number(arguments, "--room") or 512
 
     def open_device(settings: Settings, model: ModelFile) -> tuple[FakeDevice, Limits]:
         limits = Limits(
             max_rows=settings.max_batch_tokens,
             max_seats=max(1, settings.batched_sessions),
-            max_context_tokens=512,
+            max_context_tokens=settings.ctx or room,
             num_pages=256,
         )
         device = SlowDevice(

@@ -126,7 +126,36 @@ def test_a_worker_serves_and_sigterm_drains_it(workers: Workers) -> None:
             assert client.tokens == expected([1, 2, 3], 60)
             code, text = await ended(process)
             assert (code, "Traceback" in text) == (0, False), text
-        assert [path for path in workers.directory.rglob("*") if path.name != "metrics"] == []
+        assert [
+            path for path in workers.directory.rglob("*") if path.name not in ("metrics", "control")
+        ] == []
+
+    run(test())
+
+
+def test_a_successor_with_less_memory_has_the_context_of_the_worker_before(workers: Workers) -> None:
+    async def test() -> None:
+        first = workers.start(first=("--step-ms", "5"))
+        async with front_end(workers.directory) as ring:
+            await ring.wait_attached()
+            client = submit(ring, [1, 2, 3], 400)
+            await reach(client, 3)
+            first.kill()
+            with pytest.raises(RingUnavailableError):
+                await client.task
+            second = workers.start(first=("--room", "64"))
+            await ring.wait_attached()
+            assert ring.model_info is not None
+            assert decode_model_info(ring.model_info).max_context_tokens == 512
+            second.send_signal(signal.SIGTERM)
+            await ended(second)
+            assert (workers.directory / "limits").exists()
+        third = workers.start(first=("--room", "64"))
+        async with front_end(workers.directory) as ring:
+            await ring.wait_attached()
+            assert ring.model_info is not None
+            assert decode_model_info(ring.model_info).max_context_tokens == 64, "all had left"
+            third.kill()
 
     run(test())
 
