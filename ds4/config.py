@@ -37,6 +37,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_cache_tokens: int = 0
     # engine
     device: str = "auto"
+    mock_tokens_per_s: float = 0.0
     threads: int = 0
     gpu_memory_fraction: float = 0.9
     batch_invariant: bool = False
@@ -186,7 +187,18 @@ TABLE: Final[tuple[Setting, ...]] = (
         high=1 << 31,
         help="tokens the KV cache holds for all sessions together; 0: what fits in memory",
     ),
-    Setting(name="device", choices=("auto", "cuda", "cpu", "reference"), help="engine that runs the model"),
+    Setting(
+        name="device",
+        choices=("auto", "cuda", "cpu", "reference", "mock"),
+        help="engine that runs the model; mock invents words, for load tests",
+    ),
+    Setting(
+        name="mock_tokens_per_s",
+        parse=_number,
+        low=0,
+        high=1_000_000,
+        help="tokens a second that the mock engine gives every session; 0: as fast as it is asked",
+    ),
     Setting(
         name="threads", parse=_whole, low=0, high=1024, help="threads of the CPU engine; 0: physical cores"
     ),

@@ -1,7 +1,8 @@
 """What one front-end process costs per token: SSE streams over the real ring, no model behind it.
 
-`python -m tests.benchmarks.front_end [--streams 64] [--tokens 256] [--pace-us 0]` starts a worker that
-invents tokens, one front end, and reads every stream. The figure that matters is tokens per second
+`python -m tests.benchmarks.front_end [--streams 64] [--tokens 256] [--pace-us 0] [--mock]` starts a worker
+that invents tokens, one front end, and reads every stream. With `--mock` it is the real worker with its
+mock device, else a loop that does nothing but publish. The figure that matters is tokens per second
 of the front end's processor time: wall time also pays for the worker and the reader.
 """
 
@@ -111,6 +112,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--pace-us", type=int, default=0)
     parser.add_argument("--port", type=int, default=18099)
+    parser.add_argument("--mock", action="store_true")
     parser.add_argument("--worker", nargs=2)
     options = parser.parse_args(arguments)
     pace_s = options.pace_us / 1e6
@@ -133,18 +135,14 @@ def main(arguments: Sequence[str]) -> None:
             "warning",
         ]
         front = subprocess.Popen([sys.executable, "-m", "ds4", "front", *flags])
-        worker = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.benchmarks.front_end",
-                "--pace-us",
-                str(options.pace_us),
-                "--worker",
-                str(directory),
-                str(model),
-            ]
-        )
+        if options.mock:
+            rate = str(1e6 / options.pace_us if options.pace_us else 0)
+            mock = ["--device", "mock", "--mock-tokens-per-s", rate, "--batched-sessions", "1024"]
+            command = ["workers.main", *flags, *mock, "--max-batch-tokens", "4096"]
+        else:
+            pace = ["--pace-us", str(options.pace_us)]
+            command = ["tests.benchmarks.front_end", *pace, "--worker", str(directory), str(model)]
+        worker = subprocess.Popen([sys.executable, "-m", *command])
         try:
             _wait_ready(options.port)
             asyncio.run(_read_all(options.port, options.streams, 16))  # warm

@@ -59,7 +59,7 @@ def test_an_unknown_variable_is_refused_with_the_nearest_name(variable: str, nea
         (["--top-p", "-1"], "--top-p: must be between 0 and 1, got '-1'"),
         (["--top-k", "-1"], "--top-k: must be between 0 and"),
         (["--min-p", "-0.1"], "--min-p: must be between 0 and 1, got '-0.1'"),
-        (["--device", "tpu"], "--device: must be one of auto, cuda, cpu, reference, got 'tpu'"),
+        (["--device", "tpu"], "--device: must be one of auto, cuda, cpu, reference, mock, got 'tpu'"),
         (["--log-level", "loud"], "--log-level: must be one of debug"),
     ],
 )

@@ -16,6 +16,7 @@ from workers.devices.cuda.driver import probe
 from workers.devices.interface import Device, Limits
 from workers.devices.limits import Need, compute_limits
 from workers.devices.memory import available_bytes
+from workers.devices.mock import open_mock
 from workers.model.program import Program
 from workers.model.registry import load_program
 
@@ -82,6 +83,9 @@ def _choose(settings: Settings) -> str:
 
 def open_device(settings: Settings, model: ModelFile) -> tuple[Device, Limits]:
     """Load `model` onto the device that `settings` name. Raises ConfigError (ModelFileError included)."""
+    if settings.device == "mock":
+        log.warning("the mock device invents words: no model is run")
+        return open_mock(settings, model)
     program, gpu = load_program(model), _gpu(settings)
     if gpu is not None:
         return opening.load(settings, model, program, gpu)
