@@ -8,6 +8,7 @@ with the same tokens.
 
 import asyncio
 import contextlib
+import heapq
 import logging
 import math
 from array import array
@@ -49,6 +50,7 @@ _log = logging.getLogger(__name__)
 _RETRY_S: Final = 0.05  # between attempts to hand a resumed request to a worker that is there but full
 _TURN_LOOK_S: Final = 0.5  # how often a suspect that waits looks whether there is a worker at all
 _MAX_RETRY_AFTER_S: Final = 60
+_MAX_TURNED_AWAY: Final = 10_000  # remembered
 # Endings after which the same request can succeed on the next worker.
 _WORKER_LOST: Final = frozenset({ErrorCode.DEVICE, ErrorCode.SHUTTING_DOWN})
 _NONE_CAME: Final = "the worker was lost and none came back in time"
@@ -75,6 +77,7 @@ class EngineClient:
         self.num_resuming = 0
         self.num_preparing = 0
         self._mean_duration_s = 1.0
+        self._turned_away: list[float] = []  # when each will be back
         self.quarantine = Quarantine(directory)
         self._turns = Turns(self.ring.take_turn, self.ring.drop_turn)
 
@@ -134,10 +137,25 @@ class EngineClient:
 
     @property
     def retry_after_s(self) -> int:
-        """When a slot is likely to be free, from how long requests took lately."""
+        """When a slot is likely to be free for one more, from how long requests took lately.
+
+        Those who were turned away and have not had time to come back stand before it: told less, all
+        of them would come back at once, again and again.
+        """
+        now_s = asyncio.get_running_loop().time()
+        while self._turned_away and self._turned_away[0] <= now_s:
+            heapq.heappop(self._turned_away)
         waiting = self.ring.num_pending() if self.ring.attached else 0
-        seconds = self._mean_duration_s * (waiting + 1) / max(1, len(self._running))
+        ahead = waiting + len(self._turned_away) + 1
+        seconds = self._mean_duration_s * ahead / max(1, len(self._running))
         return max(1, min(_MAX_RETRY_AFTER_S, math.ceil(seconds)))
+
+    def turn_away(self) -> int:
+        """Somebody is refused for want of room: in how many seconds to come back."""
+        seconds = self.retry_after_s
+        if len(self._turned_away) < _MAX_TURNED_AWAY:
+            heapq.heappush(self._turned_away, asyncio.get_running_loop().time() + seconds)
+        return seconds
 
     def preparing(self, change: int) -> None:
         """Tell the worker that `change` more (or fewer) requests are on their way to it."""
@@ -178,10 +196,7 @@ class EngineClient:
             raise RingUnavailableError("the server is shutting down")
         if (refusal := self.refusal) is not None:
             raise RingUnavailableError(refusal)
-        if len(self._running) >= self._slot_limit:
-            raise RingFullError("as many requests run as are allowed right now")
-        if self.num_resuming and self.ring.num_free_slots <= self.num_resuming:
-            raise RingFullError("every slot is taken by a running request")  # they come first
+        self.check_room()
         if cache_salt:
             request = msgspec.structs.replace(request, cache_salt=cache_salt)
         ids = np.asarray(prompt, dtype=np.uint32)
@@ -191,6 +206,14 @@ class EngineClient:
         self._running.add(generation)
         self._idle.clear()
         return generation
+
+    def check_room(self) -> None:
+        """Raises RingFullError where no slot is free for a new request."""
+        if len(self._running) >= self._slot_limit:
+            raise RingFullError("as many requests run as are allowed right now")
+        # What waits for a new worker comes before what is new.
+        if self.ring.attached and self.ring.num_free_slots <= self.num_resuming:
+            raise RingFullError("every slot is taken by a running request")
 
     def submit(self, request: GenerationRequest, prompt: NDArray[np.uint32]) -> RingStream:
         """Put one request on the ring. For `Generation`."""

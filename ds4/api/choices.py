@@ -387,7 +387,7 @@ def open_choices(exchange: Exchange, job: Job) -> Iterator[Choices]:
         exchange.when_gone(choices.cancel)
         yield choices
     except RingFullError as error:
-        raise BusyError(engine.retry_after_s) from error
+        raise BusyError(engine.turn_away()) from error
     except WorkerError:
         engine.metrics.add("ds4_request_errors_total")
         raise

@@ -14,9 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from ds4.api.dialects import refusal
 from ds4.api.documents import document
-from ds4.api.errors import BodyTimeoutError, BodyTooLargeError, ClientGoneError, failure
+from ds4.api.errors import BodyTimeoutError, BodyTooLargeError, BusyError, ClientGoneError, failure
 from ds4.api.keys import ANYBODY, Tenant
 from ds4.api.state import FrontState
+from ds4.errors import RingFullError
 from ds4.generation import GenerationRequest
 
 # At 1 Mbit/s the largest default body takes as long; a client that sends a byte a second gives up its task.
@@ -76,9 +77,13 @@ class Exchange:
 
     async def prepare(self, work: Callable[[bytes], _T]) -> _T:
         """`work(body)`, with the worker told that a request is on its way. From here on the client's
-        leaving is noticed. Raises what `work` raises, ClientGoneError.
+        leaving is noticed. Raises what `work` raises, BusyError, ClientGoneError.
         """
         body = await self.body()
+        try:
+            self.state.engine.check_room()  # before any work goes into what cannot run
+        except RingFullError as error:
+            raise BusyError(self.state.engine.turn_away()) from error
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
         self._is_preparing = True
         self.state.engine.preparing(+1)

@@ -54,7 +54,7 @@ async def score_prompts(exchange: Exchange, job: Job) -> list[list[TokenEvent]]:
         if exchange.gone:
             raise ClientGoneError
     except RingFullError as error:
-        raise BusyError(engine.retry_after_s) from error
+        raise BusyError(engine.turn_away()) from error
     except WorkerError:
         engine.metrics.add("ds4_request_errors_total")
         raise

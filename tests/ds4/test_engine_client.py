@@ -284,7 +284,10 @@ def test_slots_run_out_and_come_back(tmp_path: Path) -> None:
         generations = [rig.generate() for _ in range(8)]
         with pytest.raises(RingFullError):
             rig.generate()
-        assert 1 <= rig.client.retry_after_s <= 60
+        told = [rig.client.turn_away() for _ in range(600)]
+        assert told[0] == 1
+        assert told == sorted(told), "who comes later is told to wait longer"
+        assert 1 < told[-1] <= 60
         worker.release()
         await asyncio.gather(*map(_read_all, generations))
         await _read_all(rig.generate())
