@@ -50,24 +50,10 @@ def embed(ggml_type: int, num_rows: int) -> Shape:
     return Shape(kernel=kernel, grid=(num_rows, 1, 1), block=128)
 
 
-def dequantise(ggml_type: int, num_tiles: int) -> Shape:
-    """Arguments: out, weight, codebook, num_outputs, first_tile, num_tiles (of the whole matrix), num_units, size.
-    The shape's `num_tiles` are those that are written.
-    """
+def dequantise(ggml_type: int, num_outputs: int) -> Shape:
+    """Arguments: out, weight, codebook, num_outputs, num_tiles, num_units, size."""
     kernel = Kernel(source="embedding.cu", entry="dequantise", defines=(("FORMAT", ggml_type),))
-    return Shape(kernel=kernel, grid=(num_tiles, 1, 1), block=128)
-
-
-def round_rows(count: int) -> Shape:
-    """Arguments: out, x, count."""
-    kernel = Kernel(source="dense.cu", entry="round_rows")
-    return Shape(kernel=kernel, grid=(_ceil(count, 1024), 1, 1), block=256)
-
-
-def finish_rows(num_rows: int, num_weight_rows: int) -> Shape:
-    """Arguments: out, out_stride, out_offset, product, bias, num_outputs, first_tile, num_weight_rows, epilogue."""
-    kernel = Kernel(source="dense.cu", entry="finish_rows")
-    return Shape(kernel=kernel, grid=(_ceil(num_weight_rows, 256), num_rows, 1), block=256)
+    return Shape(kernel=kernel, grid=(_ceil(num_outputs, TILE_OUTPUTS), 1, 1), block=128)
 
 
 def quantise(num_rows: int) -> Shape:
@@ -201,3 +187,15 @@ def sample(num_samples: int) -> Shape:
     """
     kernel = Kernel(source="sampling.cu", entry="sample")
     return Shape(kernel=kernel, grid=(num_samples, 1, 1), block=512)
+
+
+def to_bfloat16(count: int) -> Shape:
+    """Arguments: out, x, count."""
+    kernel = Kernel(source="prefill.cu", entry="to_bfloat16")
+    return Shape(kernel=kernel, grid=(min(_ceil(count, 256), 4096), 1, 1), block=256)
+
+
+def join_gate_up(num_rows: int, ffn_size: int) -> Shape:
+    """Arguments: act, both, ffn, num_weight_rows."""
+    kernel = Kernel(source="prefill.cu", entry="join_gate_up")
+    return Shape(kernel=kernel, grid=(_ceil(ffn_size, 256), num_rows, 1), block=256)

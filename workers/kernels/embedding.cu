@@ -66,15 +66,12 @@ extern "C" __global__ void __launch_bounds__(128) embed(float* hidden, const int
   read_row(table, codebook, num_tiles, num_units, size, token, [&](int i, float v) { to[i] = __fmul_rn(v, scale); });
 }
 
-// Tiles from `first_tile` on as [outputs, inputs] bfloat16, row-major; zeros past `num_outputs`.
-extern "C" __global__ void __launch_bounds__(128) dequantise(void* out, const void* weight, const void* codebook, int num_outputs, int first_tile, int num_tiles, int num_units, int size) {
+// out [outputs, inputs] bfloat16, row-major.
+extern "C" __global__ void __launch_bounds__(128) dequantise(void* out, const void* weight, const void* codebook, int num_outputs, int num_tiles, int num_units, int size) {
   for (int i = 0; i < TILE_OUTPUTS; ++i) {
-    const int output = (first_tile + blockIdx.x) * TILE_OUTPUTS + i;
-    __nv_bfloat16* to = (__nv_bfloat16*)out + (size_t)(blockIdx.x * TILE_OUTPUTS + i) * size;
-    if (output >= num_outputs) {
-      for (int k = threadIdx.x; k < size; k += blockDim.x) to[k] = __float2bfloat16_rn(0.0f);
-      continue;
-    }
+    const int output = blockIdx.x * TILE_OUTPUTS + i;
+    if (output >= num_outputs) break;
+    __nv_bfloat16* to = (__nv_bfloat16*)out + (size_t)output * size;
     read_row(weight, codebook, num_tiles, num_units, size, output,
              [&](int k, float v) { to[k] = __float2bfloat16_rn(v); });
   }

@@ -159,38 +159,3 @@ def test_pages_are_entered_and_rows_advance() -> None:
     rig.run(catalogue.advance(2), [tokens, positions, 2])
     assert rig.get(tokens, np.int32).tolist() == [-1, -1, 7]
     assert rig.get(positions, np.int32).tolist() == [2, 3, 3]
-
-
-def test_rows_become_bfloat16() -> None:
-    rig = Rig()
-    x = _normal(3, 1028)
-    x[0, :3] = [1 + 2.0**-8, 1 + 3 * 2.0**-8, np.inf]  # two ties, to even
-    out = rig.empty((3, 1028), np.uint16)
-    rig.run(catalogue.round_rows(x.size), [out, rig.put(x), x.size])
-    got = (rig.get(out, np.uint16).astype(np.uint32) << 16).view(np.float32)
-    assert got[0, :3].tolist() == [1, 1 + 2.0**-6, np.inf]
-    assert np.allclose(got, x, rtol=2.0**-8, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("epilogue", "num_outputs"),
-    [(catalogue.EPILOGUE_STORE, 43), (catalogue.EPILOGUE_ADD, 43), (catalogue.EPILOGUE_GATE_UP, 21)],
-)
-def test_a_dense_product_is_finished_like_any_other(epilogue: int, num_outputs: int) -> None:
-    rows, first_tile = 2, 1  # the slab holds tiles 1 and 2 of 3
-    product, before, bias = _normal(rows, 32), _normal(rows, 50, seed=1), _normal(num_outputs, seed=2)
-    rig = Rig()
-    out = rig.put(before)
-    given = bias if epilogue == catalogue.EPILOGUE_STORE else None
-    arguments: list[Argument] = [out, 50, 5, rig.put(product), None if given is None else rig.put(given)]
-    rig.run(catalogue.finish_rows(rows, 32), [*arguments, num_outputs, first_tile, 32, epilogue])
-    wanted = before.copy()
-    if epilogue == catalogue.EPILOGUE_GATE_UP:
-        tiles = product.reshape(rows, 2, 2, 8)
-        activated = reference.silu_product(tiles[:, :, 0], tiles[:, :, 1]).reshape(rows, 16)
-        wanted[:, 5 + 8 : 5 + num_outputs] = activated[:, : num_outputs - 8]
-    elif epilogue == catalogue.EPILOGUE_ADD:
-        wanted[:, 5 + 16 : 5 + num_outputs] += product[:, : num_outputs - 16]
-    else:
-        wanted[:, 5 + 16 : 5 + num_outputs] = product[:, : num_outputs - 16] + bias[16:]
-    assert np.allclose(rig.get(out), wanted, rtol=1e-6)

@@ -44,7 +44,7 @@ _OTHERS: Final = 0.75
 def _modules() -> list[tuple[str, Defines]]:
     """Every file with every compile-time parameter that a model may need."""
     found: list[tuple[str, Defines]] = [
-        (name, ()) for name in ("dense.cu", "quantise.cu", "rope_append.cu", "sampling.cu", "seats.cu")
+        (name, ()) for name in ("prefill.cu", "quantise.cu", "rope_append.cu", "sampling.cu", "seats.cu")
     ]
     found += [("attention.cu", (("HEAD_SIZE", size), ("SPLIT_TOKENS", 128))) for size in (64, 128)]
     found += [("embedding.cu", (("FORMAT", int(kind)),)) for kind in sorted(PACKABLE_TYPES)]

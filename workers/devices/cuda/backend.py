@@ -105,23 +105,24 @@ class Backend(Protocol):
         ...
 
     @property
-    def has_dense(self) -> bool:
-        """Whether `multiply_dense` can be called (on a GPU: whether cuBLAS is installed)."""
+    def can_multiply(self) -> bool:
+        """Whether `multiply` works: the GPU's library of matrix products may be missing."""
         ...
 
-    def multiply_dense(
+    def multiply(
         self,
         out: DeviceArray,
-        x: DeviceArray,
-        weight: DeviceArray,
+        stride: int,
+        activations: DeviceArray,
+        weights: DeviceArray,
+        size: tuple[int, int, int],
         *,
-        num_rows: int,
-        num_outputs: int,
-        num_inputs: int,
+        accumulate: bool,
     ) -> None:
-        """Queue out [rows, outputs] float32 = x [rows, inputs] @ weight [outputs, inputs].T, both bfloat16.
+        """Queue out = (out +) activations times weights transposed, outside any capture.
 
-        The order of a row's sum may depend on the number of rows. Not while a graph is captured.
+        `size` is (rows, outputs, inputs): activations [rows, inputs] and weights [outputs, inputs] bfloat16,
+        out [rows, stride] float32, all row-major; sums are float32 in an order of the library's own.
         """
         ...
 

@@ -26,21 +26,21 @@ from workers.devices.cuda.driver import Driver
 from workers.devices.interface import DeviceFaultError
 from workers.kernels.sources import Kernel, compile_options, source_text
 
+log = logging.getLogger(__name__)
+
 _RUNTIME: Final = cupy.cuda.runtime
 _ERRORS: Final = (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)
 _OUT_OF_MEMORY: Final = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
 _HOST_TO_DEVICE: Final = 1  # cudaMemcpyKind
 _DEVICE_TO_HOST: Final = 2
+# Values of cublasOperation_t, cudaDataType_t, cublasComputeType_t and cublasGemmAlgo_t.
+_BLAS_PLAIN: Final = 0
+_BLAS_TRANSPOSED: Final = 1
+_BLAS_FLOAT32: Final = 0
+_BLAS_BFLOAT16: Final = 14
+_BLAS_COMPUTE_FLOAT32: Final = 68
+_BLAS_DEFAULT: Final = -1
 _PLAIN_SHARED_BYTES: Final = 48 * 1024  # what a block gets without asking
-# cuBLAS: operations, cudaDataType and cublasComputeType.
-_PLAIN: Final = 0
-_TRANSPOSED: Final = 1
-_FLOAT32: Final = 0
-_BFLOAT16: Final = 14
-_COMPUTE_FLOAT32: Final = 68
-_DEFAULT_ALGORITHM: Final = -1
-
-log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -112,8 +112,7 @@ class CupyBackend:
         self._functions: dict[Kernel, Any] = {}
         self._shared_limits: dict[Kernel, int] = {}  # dynamic shared memory asked for so far
         self._num_captured: int | None = None  # None: not capturing
-        self._has_dense: bool | None = None  # None: not tried
-        self._factors = np.array([1, 0], np.float32)  # cuBLAS reads them when it is called
+        self._blas_handle: int | None = None  # 0: there is none
         properties = _RUNTIME.getDeviceProperties(cupy.cuda.runtime.getDevice())
         self.gpu_name: Final[str] = properties["name"].decode()
         self.num_multiprocessors: Final[int] = int(properties["multiProcessorCount"])
@@ -217,41 +216,48 @@ class CupyBackend:
     # -- cuBLAS ------------------------------------------------------------------------------------
 
     @property
-    def has_dense(self) -> bool:
-        """Whether CuPy finds cuBLAS, which it loads at the first use."""
-        if self._has_dense is None:
+    def can_multiply(self) -> bool:
+        """Whether cuBLAS is there; it is opened when first asked."""
+        if self._blas_handle is None:
             try:
-                self._has_dense = cupy.cuda.device.get_cublas_handle() != 0
-            except (ImportError, RuntimeError) as error:
-                log.warning("prompts run slower: cuBLAS cannot be loaded (%s)", _first_line(error))
-                self._has_dense = False
-        return self._has_dense
+                self._blas_handle = int(cupy.cuda.device.get_cublas_handle())
+            except (ImportError, RuntimeError, OSError) as error:
+                log.warning(
+                    "cuBLAS cannot be loaded (%s): large prompt chunks run slower; "
+                    "pip install nvidia-cublas-cu12 (CUDA 13: nvidia-cublas)",
+                    _first_line(error),
+                )
+                self._blas_handle = 0
+        return self._blas_handle != 0
 
-    def multiply_dense(
+    def multiply(
         self,
         out: DeviceArray,
-        x: DeviceArray,
-        weight: DeviceArray,
+        stride: int,
+        activations: DeviceArray,
+        weights: DeviceArray,
+        size: tuple[int, int, int],
         *,
-        num_rows: int,
-        num_outputs: int,
-        num_inputs: int,
+        accumulate: bool,
     ) -> None:
-        """Queue a product of bfloat16 matrices. cuBLAS counts by columns: it computes out.T = weight @ x.T."""
+        """Queue one product of cuBLAS, which counts by columns: it computes the transpose."""
+        assert self.can_multiply
         assert self._num_captured is None, "CuPy refuses cuBLAS while a graph is captured"
         assert isinstance(out, _Array)
-        assert isinstance(x, _Array)
-        assert isinstance(weight, _Array)
-        one, zero = self._factors[:1].ctypes.data, self._factors[1:].ctypes.data
-        with _faults("a matrix product"):
+        assert isinstance(activations, _Array)
+        assert isinstance(weights, _Array)
+        rows, outputs, inputs = size
+        factors = np.array([1.0, float(accumulate)], np.float32)  # read before the call returns
+        try:
             cupy.cuda.cublas.gemmEx(
-                cupy.cuda.device.get_cublas_handle(),
-                *(_TRANSPOSED, _PLAIN, num_outputs, num_rows, num_inputs),
-                *(one, int(weight.address), _BFLOAT16, num_inputs),
-                *(int(x.address), _BFLOAT16, num_inputs),
-                *(zero, int(out.address), _FLOAT32, num_outputs),
-                *(_COMPUTE_FLOAT32, _DEFAULT_ALGORITHM),
+                *(self._blas_handle, _BLAS_TRANSPOSED, _BLAS_PLAIN, outputs, rows, inputs),
+                *(factors.ctypes.data, int(weights.address), _BLAS_BFLOAT16, inputs),
+                *(int(activations.address), _BLAS_BFLOAT16, inputs),
+                *(factors.ctypes.data + 4, int(out.address), _BLAS_FLOAT32, stride),
+                *(_BLAS_COMPUTE_FLOAT32, _BLAS_DEFAULT),
             )
+        except RuntimeError as error:  # cuBLAS has errors of its own
+            raise DeviceFaultError(f"a matrix product: {error}") from error
 
     # -- graphs ------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from workers.devices.cuda import inputs, launches, sampling, weights
 from workers.devices.cuda.backend import Backend, Event
+from workers.devices.cuda.dense import DENSE_ROWS
 from workers.devices.cuda.graphs import Graphs, make_buckets
 from workers.devices.cuda.inputs import Block, StepInputs
 from workers.devices.cuda.launches import Launches
@@ -47,10 +48,10 @@ class _Flight(msgspec.Struct):
     failed: frozenset[int] = frozenset()  # seats whose constraint knows no next token
 
 
-def memory_needs(program: Program, limits: Limits) -> tuple[int, int]:
+def memory_needs(program: Program, limits: Limits, *, batch_invariant: bool = False) -> tuple[int, int]:
     """Device memory in bytes: of the weights, and of all buffers for `limits`, KV pages aside."""
     buffers = (
-        launches.buffer_bytes(program, limits)
+        launches.buffer_bytes(program, limits, batch_invariant=batch_invariant)
         + sampling.sampler_bytes(limits, program.dimensions.vocab_size)
         + inputs.input_bytes(limits)
     )
@@ -64,9 +65,18 @@ class CudaDevice:
     pipeline_depth = 1
 
     def __init__(
-        self, program: Program, limits: Limits, backend: Backend, *, batch_invariant: bool = False
+        self,
+        program: Program,
+        limits: Limits,
+        backend: Backend,
+        *,
+        batch_invariant: bool = False,
+        dense_rows: int = DENSE_ROWS,
     ) -> None:
-        """Raises ConfigError for a shape without kernels, MemoryError where memory runs out."""
+        """`dense_rows`: from how many on a prompt chunk goes through cuBLAS, where it may.
+
+        Raises ConfigError for a shape without kernels, MemoryError where memory runs out.
+        """
         sizes = program.dimensions
         launches.check_shape(sizes)
         self._backend = backend
@@ -77,6 +87,8 @@ class CudaDevice:
             chunk_rows=catalogue.chunk_rows(sizes.num_heads, sizes.num_kv_heads),
             has_decode_attention=launches.has_decode_attention(sizes),
         )
+        has_dense = not batch_invariant and limits.max_rows >= dense_rows and backend.can_multiply
+        self._dense_rows = dense_rows if has_dense else limits.max_rows + 1
         self._sampler = DeviceSampler(backend, limits, sizes.vocab_size)
         self._launches = Launches(
             program,
@@ -86,6 +98,7 @@ class CudaDevice:
             page_tables=self._inputs.page_tables,
             table_pitch=self._inputs.pitch,
             batch_invariant=batch_invariant,
+            has_dense=has_dense,
         )
         self._graphs = Graphs(backend)
         self._buckets = make_buckets(limits.max_seats)
@@ -100,6 +113,8 @@ class CudaDevice:
             self._inputs.example(min(rows, limits.max_rows), min(rows, limits.max_seats))
             for rows in _KINDS_OF_ROWS
         ]
+        if has_dense:
+            shapes.append(msgspec.structs.replace(shapes[0], is_dense=True))
         backend.prepare([*self._launches.kernels(shapes), *DeviceSampler.kernels()])
         backend.synchronise()  # the uploads are done: their faults belong to the load
 
@@ -171,6 +186,8 @@ class CudaDevice:
         is_decode = batch.num_rows == batch.num_sequences == samples
         rows = self._buckets[bisect_left(self._buckets, samples)] if is_decode and samples else batch.num_rows
         block, updates = self._inputs.stage(batch, rows, rows if is_decode else samples)
+        if batch.num_rows >= self._dense_rows and not is_decode:
+            block = msgspec.structs.replace(block, is_dense=True)
         self._sampler.upload_seats()
         if updates is not None:
             self._launches.update_pages(updates.count, updates.entries)

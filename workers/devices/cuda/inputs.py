@@ -46,6 +46,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     num_decode: int  # leading rows that are a sequence each; all others are in chunks
     num_chunks: int
     chunks: DeviceArray
+    is_dense: bool = False  # so many rows that products go through the GPU's own library
 
 
 class Updates(msgspec.Struct, frozen=True, kw_only=True):

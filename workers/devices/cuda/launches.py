@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ds4.errors import ConfigError
 from workers.devices.cuda.backend import Argument, Backend, DeviceArray
+from workers.devices.cuda.dense import DenseProducts, dense_bytes, may_be_dense
 from workers.devices.cuda.inputs import Block
 from workers.devices.cuda.weights import DeviceMatrix, Weights, pair_type, runs_of_one_type, stored_type
 from workers.devices.interface import PAGE_TOKENS, Limits
@@ -114,15 +115,16 @@ def _buffer_sizes(sizes: Dimensions, limits: Limits) -> _Size:
     )
 
 
-def buffer_bytes(program: Program, limits: Limits) -> int:
-    """Device memory of the step buffers, rotation tables included."""
+def buffer_bytes(program: Program, limits: Limits, *, batch_invariant: bool) -> int:
+    """Device memory of the step buffers, rotation tables and scratch memory included."""
     tables = {
         id(operation.inverse_frequencies): len(operation.inverse_frequencies)
         for operation in program.operations
         if isinstance(operation, RopeAppend)
     }
     rotations = 8 * limits.max_context_tokens * sum(tables.values())
-    return _buffer_sizes(program.dimensions, limits).total + rotations
+    scratch = dense_bytes(program, limits, batch_invariant=batch_invariant)
+    return _buffer_sizes(program.dimensions, limits).total + rotations + scratch
 
 
 class Launches:
@@ -138,8 +140,12 @@ class Launches:
         page_tables: DeviceArray,
         table_pitch: int,
         batch_invariant: bool,
+        has_dense: bool,
     ) -> None:
-        """Raises ConfigError for a shape without kernels, MemoryError where memory runs out."""
+        """`has_dense`: steps that are marked so go through cuBLAS.
+
+        Raises ConfigError for a shape without kernels, MemoryError where memory runs out.
+        """
         self._sizes = sizes = program.dimensions
         check_shape(sizes)
         self._limits = limits
@@ -167,6 +173,7 @@ class Launches:
         self._keys, self._cached_values = cache[0::2], cache[1::2]
         self._tables: dict[int, DeviceArray] = {}
         self._recorded: dict[Kernel, None] | None = None  # in order; not None while nothing is launched
+        self._dense = DenseProducts(program, limits, backend, self._launch) if has_dense else None
         self._weights = Weights(backend, program)
         try:
             self._steps: list[Launch] = [
@@ -241,11 +248,13 @@ class Launches:
     def _norm(self, operation: Norm, reader: Operation) -> Launch:
         weight, size, eps = self._weights.vector(operation.weight), self._sizes.hidden_size, operation.eps
         out, values = self._norm_outputs(_read_matrices(reader))
+        may = may_be_dense(reader)
 
         def launch(block: Block) -> None:
+            outputs = (self._normed, None) if may and block.is_dense else (out, values)
             self._launch(
                 catalogue.norm(block.num_rows),
-                *(self._hidden, None, weight, size, eps, out, values, self._records),
+                *(self._hidden, None, weight, size, eps, *outputs, self._records),
             )
 
         return launch
@@ -268,15 +277,20 @@ class Launches:
             own_bias = None if bias is None else bias.part(4 * offset, matrix.num_outputs, np.float32)
             products.append((matrix, offset, own_bias))
             offset += matrix.num_outputs
+        may, has_quantised = may_be_dense(operation), not all(matrix.is_float for matrix, _, _ in products)
         assert offset == (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_size
 
         def launch(block: Block) -> None:
+            dense = self._dense if may and block.is_dense else None
+            if dense is not None and has_quantised:
+                dense.bring(self._normed, block.num_rows, sizes.hidden_size)
             for matrix, start, own_bias in products:
                 self._multiply(
                     matrix,
                     self._normed,
                     self._qkv,
                     block.num_rows,
+                    dense=dense,
                     stride=stride,
                     offset=start,
                     bias=own_bias,
@@ -342,7 +356,12 @@ class Launches:
         matrix = self._weights.matrix([operation.weight])
 
         def launch(block: Block) -> None:
-            if not matrix.is_float:
+            dense = self._dense if block.is_dense else None
+            if matrix.is_float:
+                pass
+            elif dense is not None:
+                dense.bring(source, block.num_rows, matrix.num_inputs)
+            else:
                 self._launch(
                     catalogue.quantise(block.num_rows), source, matrix.num_inputs, self._values, self._records
                 )
@@ -351,6 +370,7 @@ class Launches:
                 source,
                 self._hidden,
                 block.num_rows,
+                dense=dense,
                 stride=matrix.num_outputs,
                 epilogue=catalogue.EPILOGUE_ADD,
             )
@@ -361,11 +381,15 @@ class Launches:
         matrix = self._weights.gate_up(operation.gate, operation.up)
 
         def launch(block: Block) -> None:
+            dense = self._dense if block.is_dense else None
+            if dense is not None and not matrix.is_float:
+                dense.bring(self._normed, block.num_rows, matrix.num_inputs)
             self._multiply(
                 matrix,
                 self._normed,
                 self._act,
                 block.num_rows,
+                dense=dense,
                 stride=matrix.num_outputs,
                 epilogue=catalogue.EPILOGUE_GATE_UP,
             )
@@ -407,8 +431,9 @@ class Launches:
         offset: int = 0,
         bias: DeviceArray | None = None,
         epilogue: int = catalogue.EPILOGUE_STORE,
+        dense: DenseProducts | None = None,
     ) -> None:
-        """out[:, offset:] = rows times matrix. The rows are `floats`, or what was quantised last."""
+        """out[:, offset:] = rows times matrix. The rows are `floats`, or what was quantised or brought last."""
         kind = int(matrix.ggml_type)
         target = (out, stride, offset, matrix.data)
         if matrix.is_float:
@@ -417,6 +442,16 @@ class Launches:
                 catalogue.float_matmul(kind, float_variant, num_rows, matrix.num_weight_rows),
                 *(*target, bias, matrix.num_outputs, matrix.num_weight_rows, matrix.num_inputs),
                 *(floats, num_rows, epilogue),
+            )
+            return
+        if dense is not None:
+            multiplies = self._recorded is None
+            dense.multiply(
+                *(matrix, out, num_rows),
+                stride=stride,
+                offset=offset,
+                epilogue=epilogue,
+                multiplies=multiplies,
             )
             return
         variant = catalogue.default_variant(num_rows, batch_invariant=self._batch_invariant)

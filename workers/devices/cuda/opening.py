@@ -44,7 +44,9 @@ def load(
     """The model on the GPU. Raises ConfigError where it does not fit or is of a shape without kernels."""
     sizes = program.dimensions
     check_shape(sizes)
-    weight_bytes, buffer_bytes = memory_needs(program, step_limits(settings, sizes))
+    weight_bytes, buffer_bytes = memory_needs(
+        program, step_limits(settings, sizes), batch_invariant=settings.batch_invariant
+    )
     free_bytes, total_bytes = backend.memory_info()
     plan = plan_memory(
         settings,

@@ -255,33 +255,31 @@ class EmulatorBackend:
         else:
             self._enqueue(call)
 
-    @property
-    def has_dense(self) -> bool:
-        """NumPy's product stands for cuBLAS."""
-        return True
+    can_multiply = True
 
-    def multiply_dense(
+    def multiply(
         self,
         out: DeviceArray,
-        x: DeviceArray,
-        weight: DeviceArray,
+        stride: int,
+        activations: DeviceArray,
+        weights: DeviceArray,
+        size: tuple[int, int, int],
         *,
-        num_rows: int,
-        num_outputs: int,
-        num_inputs: int,
+        accumulate: bool,
     ) -> None:
-        """Queue a product of bfloat16 matrices."""
-        self._refuse_in_capture("cuBLAS was called")
-        shapes = ((x, num_rows * num_inputs), (weight, num_outputs * num_inputs))
-        left, right = (_ours(array).bytes[: 2 * size].view(np.uint16) for array, size in shapes)
-        target = _ours(out).bytes[: 4 * num_rows * num_outputs].view(np.float32)
-        alive = [_ours(array).lives() for array in (out, x, weight)]
+        """In NumPy what cuBLAS does on the GPU; refused while a graph is captured, as there."""
+        self._refuse_in_capture("a matrix product was asked for")
+        rows, outputs, inputs = size
+        x = _bfloat16(_ours(activations), (rows, inputs))
+        w = _bfloat16(_ours(weights), (outputs, inputs))
+        end = 4 * ((rows - 1) * stride + outputs)
+        target = _ours(out).bytes[:end].view(np.float32)
 
         def multiply() -> None:
-            _require(all(lives() for lives in alive))
-            a, b = ((part.astype(np.uint32) << 16).view(np.float32) for part in (left, right))
-            product = a.reshape(num_rows, num_inputs) @ b.reshape(num_outputs, num_inputs).T
-            target[:] = product.reshape(-1)
+            product = x() @ w().T
+            for row in range(rows):
+                part = target[row * stride : row * stride + outputs]
+                part[:] = part + product[row] if accumulate else product[row]
 
         self._enqueue(multiply)
 
@@ -320,6 +318,12 @@ class EmulatorBackend:
 def _require(lives: bool) -> None:
     if not lives:
         raise DeviceFaultError("a call uses device memory that was freed after it was queued")
+
+
+def _bfloat16(array: EmulatorArray, shape: tuple[int, int]) -> Callable[[], NDArray[np.float32]]:
+    """Reads the matrix at the start of `array` when it is called."""
+    bits = array.bytes[: 2 * shape[0] * shape[1]].view(np.uint16).reshape(shape)
+    return lambda: (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def _ours(array: DeviceArray) -> EmulatorArray:

@@ -195,33 +195,41 @@ def test_a_gpu_that_does_not_answer_is_a_config_error(module: Any, fake: FakeCup
         module.open_backend(DRIVER)
 
 
-def test_a_dense_product_is_given_to_cublas_by_columns(backend: Any, fake: FakeCupy) -> None:
-    out, x, weight = (backend.allocate(size, np.uint8) for size in (4 * 3 * 5, 2 * 3 * 8, 2 * 5 * 8))
-    assert backend.has_dense
-    backend.multiply_dense(out, x, weight, num_rows=3, num_outputs=5, num_inputs=8)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_product_is_given_to_cublas_by_columns(backend: Any, fake: FakeCupy, accumulate: bool) -> None:
+    out, x, weight = (backend.allocate(size, np.uint8) for size in (4 * 3 * 7, 2 * 3 * 8, 2 * 5 * 8))
+    seen: list[float] = []
+
+    def gemm(*arguments: Any) -> None:
+        fake.calls.append(("gemm", *arguments))
+        seen.extend(ctypes.c_float.from_address(arguments[index]).value for index in (6, 13))
+
+    fake.cupy.cuda.cublas.gemmEx = gemm
+    assert backend.can_multiply
+    backend.multiply(out, 7, x, weight, (3, 5, 8), accumulate=accumulate)
     ((_, handle, *arguments),) = [call for call in fake.calls if call[0] == "gemm"]
     assert handle == 99
-    operations, (one, *left), right, (zero, *result) = (
-        arguments[:5],
-        arguments[5:9],
-        arguments[9:12],
-        arguments[12:16],
-    )
-    assert operations == [1, 0, 5, 3, 8]
-    assert left == [weight.address, 14, 8]
-    assert right == [x.address, 14, 8]
-    assert result == [out.address, 0, 5]
-    factors = [ctypes.c_float.from_address(address).value for address in (one, zero)]
-    assert factors == [1, 0]
+    assert arguments[:5] == [1, 0, 5, 3, 8]
+    assert arguments[6:9] == [weight.address, 14, 8]
+    assert arguments[9:12] == [x.address, 14, 8]
+    assert arguments[13:16] == [out.address, 0, 7]
+    assert seen == [1.0, float(accumulate)]
 
 
 @pytest.mark.parametrize(
     "error", [ImportError("libcublas.so.13"), RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED")]
 )
-def test_without_cublas_there_are_no_dense_products(
+def test_without_cublas_there_are_no_products_and_one_warning(
     backend: Any, fake: FakeCupy, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake.cublas_error = error
-    assert not backend.has_dense
-    assert not backend.has_dense
+    assert not backend.can_multiply
+    assert not backend.can_multiply
     assert caplog.text.count("cuBLAS cannot be loaded") == 1
+
+
+def test_a_failure_of_cublas_is_a_device_fault(backend: Any, fake: FakeCupy) -> None:
+    array = backend.allocate(64, np.uint8)
+    fake.fail["gemm"] = 13
+    with pytest.raises(DeviceFaultError, match="a matrix product: cudaErrorNumber13"):
+        backend.multiply(array, 1, array, array, (1, 1, 8), accumulate=False)

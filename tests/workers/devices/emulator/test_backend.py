@@ -139,7 +139,7 @@ def test_a_graph_freezes_values_and_addresses_and_runs_only_when_replayed(backen
         lambda b, d, h: b.record(),
         lambda b, d, h: b.synchronise(),
         lambda b, d, h: b.begin_capture(),
-        lambda b, d, h: b.multiply_dense(d, d, d, num_rows=1, num_outputs=1, num_inputs=1),
+        lambda b, d, h: b.multiply(d, 1, d, d, (1, 1, 1), accumulate=False),
         lambda b, d, h: b.launch(Kernel(source=BROKEN, entry="overrun"), (1, 1, 1), 32, 0, [d]),
     ],
     ids=[
@@ -224,19 +224,3 @@ def test_closing_twice_is_fine(backend: EmulatorBackend) -> None:
     backend.close()
     backend.close()
     assert backend.num_launches == 0
-
-
-def test_a_dense_product_is_of_bfloat16_matrices(backend: EmulatorBackend) -> None:
-    rng = np.random.default_rng(0)
-    halves = [
-        (rng.standard_normal(shape).astype(np.float32).view(np.uint32) >> 16) for shape in ((3, 8), (5, 8))
-    ]
-    x, weight = (backend.allocate(part.shape, np.uint16) for part in halves)
-    for part, device in zip(halves, (x, weight), strict=True):
-        backend.upload(part.astype(np.uint16), device)
-    out = backend.allocate((3, 5), np.float32)
-    backend.multiply_dense(out, x, weight, num_rows=3, num_outputs=5, num_inputs=8)
-    assert np.isnan(out.data).all()
-    backend.synchronise()
-    a, b = ((part << np.uint32(16)).view(np.float32) for part in halves)
-    assert np.allclose(out.data, a @ b.T, rtol=1e-5)

@@ -1,0 +1,131 @@
+"""Large prompt chunks through the library of matrix products: near the reference, and only where they may."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.device_driver import small_limits
+from tests.support.tiny_model import TinyShape
+from tests.workers.devices.cuda.rig import PROMPT, distance, needs_compiler, new_backend, pair, tiny_program
+from workers.devices.cuda.backend import DeviceArray
+from workers.devices.cuda.dense import DENSE_ROWS, dense_bytes
+from workers.devices.emulator.backend import EmulatorBackend
+from workers.kernels import catalogue
+
+pytestmark = needs_compiler
+
+# Weights and activations with 8-bit mantissas: about 0.3 % a product.
+DENSE = 0.06
+
+
+class Counting(EmulatorBackend):
+    """The emulator, counting products."""
+
+    num_products = 0
+
+    def multiply(
+        self,
+        out: DeviceArray,
+        stride: int,
+        activations: DeviceArray,
+        weights: DeviceArray,
+        size: tuple[int, int, int],
+        *,
+        accumulate: bool,
+    ) -> None:
+        self.num_products += 1
+        super().multiply(out, stride, activations, weights, size, accumulate=accumulate)
+
+
+@pytest.mark.parametrize(
+    ("quant", "shape", "num_products"),
+    [
+        ("Q8_0", TinyShape(), 8),
+        ("Q4_1", TinyShape(ffn_size=160, num_layers=1), 4),
+        ("Q8_0", TinyShape(biases=True), 6),  # queries, keys and values with a bias go the usual way
+        ("F16", TinyShape(), 0),  # float weights have kernels of their own
+    ],
+)
+def test_large_chunks_agree_with_the_reference(
+    tmp_path: Path, quant: str, shape: TinyShape, num_products: int
+) -> None:
+    backend = Counting()
+    program = tiny_program(tmp_path, quant, shape)
+    with pair(program, make_backend=lambda: backend, dense_rows=16) as both:
+        assert distance(*both.logits({0: PROMPT, 1: PROMPT[:5]})) < DENSE
+        assert backend.num_products == num_products
+        both.logits({0: PROMPT[:3], 1: [4]})  # too small
+        both.logits({0: [3], 1: [4]})
+        assert backend.num_products == num_products
+
+
+def test_decode_rows_never_go_through_the_library(tmp_path: Path) -> None:
+    backend = Counting()
+    limits = small_limits(max_rows=20, max_seats=20, max_context_tokens=32)
+    with pair(
+        tiny_program(tmp_path, "Q8_0"), make_backend=lambda: backend, limits=limits, dense_rows=4
+    ) as both:
+        for _ in range(2):
+            both.driver.step({seat: [3 + seat] for seat in range(20)})
+    assert backend.num_products == 0
+
+
+def test_rows_that_must_not_depend_on_their_batch_are_kept_from_it(tmp_path: Path) -> None:
+    backend = Counting()
+    program = tiny_program(tmp_path, "Q8_0")
+    with pair(program, make_backend=lambda: backend, dense_rows=4, batch_invariant=True) as both:
+        both.driver.step({0: PROMPT})
+    assert backend.num_products == 0
+
+
+def test_a_gpu_without_the_library_uses_its_own_kernels(tmp_path: Path) -> None:
+    class Without(Counting):
+        can_multiply = False
+
+    backend = Without()
+    with pair(tiny_program(tmp_path, "Q8_0"), make_backend=lambda: backend, dense_rows=4) as both:
+        both.driver.step({0: PROMPT})
+    assert backend.num_products == 0
+
+
+def test_scratch_memory_is_planned_where_it_is_taken(tmp_path: Path) -> None:
+    program = tiny_program(tmp_path, "Q8_0")
+    large, small = small_limits(max_rows=DENSE_ROWS), small_limits(max_rows=DENSE_ROWS - 1)
+    # Gate and up 256 x 64; down has the most inputs, 128.
+    expected = 2 * 256 * 64 + 2 * DENSE_ROWS * 128 + 4 * DENSE_ROWS * 256
+    assert dense_bytes(program, large, batch_invariant=False) == expected
+    assert dense_bytes(program, large, batch_invariant=True) == 0
+    assert dense_bytes(program, small, batch_invariant=False) == 0
+
+
+def test_rounding_to_bfloat16_is_to_nearest_even() -> None:
+    backend = new_backend()
+    values = np.array([1.0, 1.00390625, 1.01171875, -3.14159, 1e30, 0.0, np.inf, 5e-40], np.float32)
+    x, out = backend.allocate(8, np.float32), backend.allocate(8, np.uint16)
+    shape = catalogue.to_bfloat16(8)
+    backend.upload(values, x)
+    backend.launch(shape.kernel, shape.grid, shape.block, 0, (out, x, 8))
+    host = backend.pinned(8, np.uint16)
+    backend.download(out, host)
+    backend.synchronise()
+    bits = values.view(np.uint32)
+    expected = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    assert host.tolist() == expected.astype(np.uint16).tolist()
+
+
+def test_gate_and_up_are_joined_in_their_packed_order() -> None:
+    backend = new_backend()
+    rows, ffn, width = 3, 20, 48  # the last group of eight is half padding
+    rng = np.random.default_rng(0)
+    gate, up = rng.standard_normal((2, rows, 24), np.float32)
+    both = np.stack([gate.reshape(rows, 3, 8), up.reshape(rows, 3, 8)], axis=2).reshape(rows, width)
+    device_both, act = backend.allocate((rows, width), np.float32), backend.allocate((rows, ffn), np.float32)
+    shape = catalogue.join_gate_up(rows, ffn)
+    backend.upload(np.ascontiguousarray(both), device_both)
+    backend.launch(shape.kernel, shape.grid, shape.block, 0, (act, device_both, ffn, width))
+    host = backend.pinned((rows, ffn), np.float32)
+    backend.download(act, host)
+    backend.synchronise()
+    expected = gate / (1 + np.exp(-gate)) * up
+    np.testing.assert_allclose(host, expected[:, :ffn], rtol=1e-5, atol=1e-6)
