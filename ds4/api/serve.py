@@ -19,6 +19,7 @@ import os
 import resource
 import signal
 import socket
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -57,7 +58,8 @@ class FrontServer(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Until drained."""
         self._loop = asyncio.get_running_loop()
-        self._loop.add_signal_handler(signal.SIGUSR1, self._begin_leaving)
+        if threading.current_thread() is threading.main_thread():  # as uvicorn: elsewhere there are no signals
+            self._loop.add_signal_handler(signal.SIGUSR1, self._begin_leaving)
         await super().serve(sockets)
 
     async def on_tick(self, counter: int) -> bool:
