@@ -72,6 +72,6 @@ def test_what_is_ours_is_logged_with_the_request_and_its_trace(caplog: pytest.Lo
 
 
 def test_an_overlong_prompt_is_refused_in_the_words_that_clients_look_for() -> None:
-    message = failure(ContextOverflowError(9_001, 8_192, param="p")).message
+    message = failure(ContextOverflowError(9_001, 8_192, param="p")).body.error.message
     assert "prompt is too long: 9001 tokens > 8192 maximum" in message
     assert "this model's maximum context length is 8192 tokens" in message
