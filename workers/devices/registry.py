@@ -6,6 +6,7 @@ imported only when chosen, so that a machine without it still has the other devi
 
 import importlib
 import logging
+from typing import Any
 
 from ds4.config import Settings
 from ds4.errors import ConfigError
@@ -23,22 +24,12 @@ from workers.model.registry import load_program
 log = logging.getLogger(__name__)
 
 
-def _need(name: str, model: ModelFile, program: Program) -> Need:
-    if name == "reference":  # float32 throughout
-        sizes = program.dimensions
-        per_layer = sizes.hidden_size * (
-            (2 * sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_size + 3 * sizes.ffn_size
-        )
-        values = sizes.num_layers * per_layer + 2 * sizes.vocab_size * sizes.hidden_size
-        return Need(weight_bytes=4 * values, kv_value_bytes=4)
-    weight_bytes = sum(tensor.num_bytes for tensor in model.tensors.values())
-    return Need(weight_bytes=weight_bytes, kv_value_bytes=2)
+def _device_class(name: str) -> Any:
+    if name == "reference":
+        from workers.devices.reference.device import ReferenceDevice
 
-
-def _open_reference(program: Program, limits: Limits, threads: int) -> Device:
-    from workers.devices.reference.device import ReferenceDevice
-
-    return ReferenceDevice(program, limits, threads)
+        return ReferenceDevice
+    return importlib.import_module("workers.devices.cpu.device").CpuDevice
 
 
 def _without_cpu(settings: Settings, error: ImportError) -> str:
@@ -97,12 +88,11 @@ def open_device(settings: Settings, model: ModelFile) -> tuple[Device, Limits]:
 
 
 def _open(name: str, settings: Settings, model: ModelFile, program: Program) -> tuple[Device, Limits]:
-    limits = compute_limits(settings, program.dimensions, _need(name, model, program), available_bytes())
+    kind = _device_class(name)
+    need = Need(weight_bytes=kind.weight_bytes(program), kv_value_bytes=kind.kv_value_bytes)
+    limits = compute_limits(settings, program.dimensions, need, available_bytes())
     try:
-        if name == "reference":
-            return _open_reference(program, limits, settings.threads), limits
-        module = importlib.import_module("workers.devices.cpu.device")
-        device: Device = module.CpuDevice(program, limits, threads=settings.threads)
+        device: Device = kind(program, limits, threads=settings.threads)
     except MemoryError:
         raise ConfigError(
             f"not enough memory for {model.path} on the {name} device with {limits.num_pages} KV pages; "

@@ -14,6 +14,7 @@ Weights are [outputs, inputs] as GGUF stores them (a matmul is `x @ W.T`) and st
 the file; each device repacks them once at load. Unusual architectures add operation kinds here.
 """
 
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -130,3 +131,11 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     dimensions: Dimensions
     operations: tuple[Operation, ...]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The weights of every operation; a tensor that two use comes twice."""
+        for operation in self.operations:
+            for field in operation.__struct_fields__:
+                value = getattr(operation, field)
+                if isinstance(value, Tensor):
+                    yield value

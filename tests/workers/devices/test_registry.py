@@ -1,6 +1,7 @@
 """Which device is chosen."""
 
 import logging
+import math
 import sys
 from pathlib import Path
 
@@ -15,7 +16,11 @@ from workers.devices import registry
 from workers.devices.cuda import opening
 from workers.devices.cuda.driver import Driver
 from workers.devices.emulator.backend import EmulatorBackend
+from workers.devices.interface import Limits
+from workers.devices.limits import Need, compute_limits
 from workers.devices.registry import open_device
+from workers.model.program import Dimensions
+from workers.model.registry import load_program
 
 
 @pytest.fixture
@@ -101,3 +106,24 @@ def test_without_the_cpu_device_auto_falls_back_with_one_warning(
     assert "slower" in record.getMessage()
     with pytest.raises(ConfigError, match="needs Numba"):
         open_device(Settings(device="cpu"), model)
+
+
+def test_the_weights_are_counted_as_the_device_keeps_them(
+    model: ModelFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs: list[Need] = []
+
+    def noted(settings: Settings, sizes: Dimensions, need: Need, free_bytes: int) -> Limits:
+        needs.append(need)
+        return compute_limits(settings, sizes, need, free_bytes)
+
+    monkeypatch.setattr(registry, "compute_limits", noted)
+    open_device(Settings(device="reference", batched_sessions=2), model)[0].close()
+    program = load_program(model)
+    num_values = sum(math.prod(tensor.shape) for tensor in program.tensors())
+    assert (needs[0].weight_bytes, needs[0].kv_value_bytes) == (4 * num_values, 4)
+    pytest.importorskip("numba", reason="the CPU engine needs numba")
+    from workers.devices.cpu.device import CpuDevice
+
+    open_device(Settings(device="cpu", batched_sessions=2), model)[0].close()
+    assert (needs[1].weight_bytes, needs[1].kv_value_bytes) == (CpuDevice.weight_bytes(program), 2)

@@ -16,6 +16,7 @@ from ds4.config import cache_dir
 from workers.devices.cpu.control import Control
 from workers.devices.cpu.formats import record_stride
 from workers.devices.cpu.machine_code import load_machine_code
+from workers.devices.cpu.packing import weight_bytes
 from workers.devices.cpu.plan import Plan
 from workers.devices.cpu.pool import ThreadPool, physical_cores
 from workers.devices.cpu.target import Target, host_target
@@ -33,6 +34,7 @@ class CpuDevice:
 
     name = "cpu"
     pipeline_depth = 0
+    kv_value_bytes = 2
 
     def __init__(
         self,
@@ -62,6 +64,11 @@ class CpuDevice:
         self._token_ids = np.zeros(limits.max_rows, np.int32)
         self._results = StepResult(limits.max_seats)
         self._num_queued = 0
+
+    @staticmethod
+    def weight_bytes(program: Program) -> int:
+        """Memory that the weights would take."""
+        return weight_bytes(program)
 
     def seat(self, seat: int, params: SeatParams) -> None:
         """Give `seat` to a new sequence before its first row is submitted."""

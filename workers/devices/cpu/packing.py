@@ -22,7 +22,7 @@ from workers.devices.cpu.formats import (
     packed_bytes,
     padded_outputs,
 )
-from workers.model.program import Tensor
+from workers.model.program import Program, Tensor
 from workers.quant.dequantise import dequantise
 
 _CHUNK_BYTES: Final = 4 << 20  # of the file, taken apart at a time
@@ -101,6 +101,17 @@ class Packer:
             pack_rows(arena, matrix, rows, has_unsigned_dot=self._has_unsigned_dot)
         self._jobs.clear()  # lets go of the mapped file
         return arena
+
+
+def weight_bytes(program: Program) -> int:
+    """Memory that a program's packed weights take; the file may have them in fewer bits."""
+    found: dict[str, int] = {}
+    for tensor in program.tensors():
+        if len(tensor.shape) == 1:
+            found[tensor.name] = tensor.data.size
+        else:
+            found[tensor.name] = packed_bytes(runtime_kind(tensor.ggml_type), *tensor.shape)
+    return sum(found.values())
 
 
 def pack_rows(arena: NDArray[np.uint8], matrix: Matrix, rows: Rows, *, has_unsigned_dot: bool) -> None:

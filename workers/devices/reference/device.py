@@ -9,6 +9,7 @@ but its own sequence.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -55,6 +56,7 @@ class ReferenceDevice:
 
     name = "reference"
     pipeline_depth = 0
+    kv_value_bytes = 4
 
     def __init__(self, program: Program, limits: Limits, threads: int = 0) -> None:
         """`threads`: of the BLAS, in the whole process; 0 leaves its own default."""
@@ -86,6 +88,11 @@ class ReferenceDevice:
         self._rotations: dict[int, tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
         self._operations = [self._load(operation) for operation in program.operations]
         self._dense.clear()  # what is still needed lives in the operations now
+
+    @staticmethod
+    def weight_bytes(program: Program) -> int:
+        """Memory that the weights would take; a tied table is kept once for each of its two uses."""
+        return _F32().nbytes * sum(math.prod(tensor.shape) for tensor in program.tensors())
 
     # -- load --------------------------------------------------------------------------------------
 

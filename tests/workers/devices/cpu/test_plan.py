@@ -1,6 +1,7 @@
 """Operations as records: weights shared, ordered and padded as the kernels expect."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -8,10 +9,12 @@ import pytest
 
 pytest.importorskip("numba", reason="the CPU engine needs numba")
 
+from ds4.ggml_types import BLOCK_SIZES, GgmlType
 from tests.support.device_driver import small_limits
 from tests.support.tiny_model import TinyShape
 from tests.workers.devices.cpu.rig import distance, pair, tiny_program
 from workers.devices.cpu.control import Code
+from workers.devices.cpu.device import CpuDevice
 from workers.devices.cpu.plan import Plan, adjacent_pairs, rotation_table
 from workers.devices.cpu.target import host_target
 from workers.model.program import GateUpMatmul, Operation, Program, QkvMatmul, RopeAppend, Tensor
@@ -45,6 +48,36 @@ def test_a_tied_head_is_packed_once(tmp_path: Path) -> None:
     apart = plan(tiny_program(tmp_path, "Q8_0", TinyShape(tied_head=False))).packed_bytes
     tied = plan(tiny_program(tmp_path, "Q8_0", TinyShape(tied_head=True), seed=1)).packed_bytes
     assert tied < apart
+
+
+def with_weights_of(program: Program, kind: GgmlType) -> Program:
+    """The same program with zeros of this type in its matrices."""
+    block, num_bytes = BLOCK_SIZES[kind]
+
+    def changed(value: object) -> object:
+        if not isinstance(value, Tensor) or len(value.shape) == 1:
+            return value
+        size = value.shape[0] * value.shape[1] // block * num_bytes
+        return msgspec.structs.replace(value, ggml_type=int(kind), data=np.zeros(size, np.uint8))
+
+    def with_changes(operation: Operation) -> Operation:
+        fields: dict[str, Any] = {
+            name: changed(getattr(operation, name)) for name in operation.__struct_fields__
+        }
+        return msgspec.structs.replace(operation, **fields)
+
+    operations = tuple(map(with_changes, program.operations))
+    return msgspec.structs.replace(program, operations=operations)
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_1", "Q4_K", "Q6_K", "Q8_0", "IQ4_NL", "F16"])
+def test_the_memory_that_weights_take_is_known_before_they_are_loaded(tmp_path: Path, kind: str) -> None:
+    shape = TinyShape(
+        hidden_size=256, num_heads=4, num_kv_heads=4, head_size=64, ffn_size=256, tied_head=True
+    )
+    program = with_weights_of(tiny_program(tmp_path, "F16", shape), GgmlType[kind])
+    vectors = sum(tensor.data.size for tensor in program.tensors() if len(tensor.shape) == 1)
+    assert CpuDevice.weight_bytes(program) == plan(program).packed_bytes + vectors
 
 
 def test_gate_and_up_of_one_type_become_one_matrix(tmp_path: Path) -> None:
