@@ -36,8 +36,8 @@ def _values(blocks: Blocks, kind: GgmlType) -> NDArray[np.float64]:
     q = q.reshape(count, 16, 16)
     halves = blocks.scales.reshape(count, 16)
     if kind is GgmlType.Q2_K:
-        scale, minimum = (halves & 15) * whole[:, :1], (halves >> 4) * whole[:, 1:]
-        return (q * scale[..., None] - minimum[..., None]).reshape(count, -1)
+        scales, minima = (halves & 15) * whole[:, :1], (halves >> 4) * whole[:, 1:]
+        return (q * scales[..., None] - minima[..., None]).reshape(count, -1)
     return (q * (halves.view(np.int8) * whole[:, :1])[..., None]).reshape(count, -1)
 
 

@@ -14,7 +14,7 @@
 #include <sys/mman.h>
 #include <type_traits>
 #include <utility>
-#if !defined(__x86_64__)
+#if !defined(__x86_64__) || defined(EMULATOR_PORTABLE)
 #include <ucontext.h>  // correct on any processor, some 20 times slower to switch
 #endif
 
@@ -30,7 +30,7 @@ constexpr uint64_t STACK_GUARD = 0x5AFE57AC4A11ULL;
 struct Index { unsigned x, y, z; };
 
 // ---- switching ---------------------------------------------------------------------------------
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(EMULATOR_PORTABLE)
 using Context = void*;
 extern "C" void emulator_switch(Context* from, Context* to) __attribute__((visibility("hidden")));
 asm(".text\n.hidden emulator_switch\n.globl emulator_switch\n.type emulator_switch,@function\n"
@@ -241,7 +241,7 @@ static void begin_thread() {
 static void start_fiber(Fiber& f, unsigned i) {
   char* base = stacks + (size_t)i * STACK_BYTES;
   *(uint64_t*)base = STACK_GUARD;
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(EMULATOR_PORTABLE)
   uint64_t* top = (uint64_t*)((uintptr_t)(base + STACK_BYTES - 64) & ~(uintptr_t)63);
   *--top = 0;  // keeps the stack aligned as after a call
   *--top = (uint64_t)&begin_thread;

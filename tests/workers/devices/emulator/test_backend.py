@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 import tests.workers.kernels
-from tests.workers.kernels.rig import needs_compiler
+from tests.workers.kernels.rig import Rig, needs_compiler
 from workers.devices.cuda.backend import Backend
+from workers.devices.emulator import compiler
 from workers.devices.emulator.backend import EmulatorBackend
 from workers.devices.interface import DeviceFaultError
+from workers.kernels import catalogue
 from workers.kernels.sources import Kernel
 
 pytestmark = needs_compiler
@@ -224,3 +226,13 @@ def test_closing_twice_is_fine(backend: EmulatorBackend) -> None:
     backend.close()
     backend.close()
     assert backend.num_launches == 0
+
+
+def test_fibers_switch_without_assembly_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other processors than x86-64 use."""
+    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-DEMULATOR_PORTABLE"))
+    rig = Rig(EmulatorBackend(thread_order=1))
+    hidden = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)
+    out, weight = rig.empty((2, 64)), rig.put(np.ones(64, np.float32))
+    rig.run(catalogue.norm(2), [rig.put(hidden), None, weight, 64, 0.0, out, None, None])
+    assert np.allclose(rig.get(out), hidden / np.sqrt((hidden**2).mean(1, keepdims=True)), rtol=1e-5)
