@@ -26,12 +26,17 @@ def render(model: ServedModel, conversation: Conversation) -> str:
     if thinking is not None:
         for switch in _SWITCHES:
             kwargs.setdefault(switch, thinking)
+    messages, begun = list(conversation.messages), None
+    if conversation.continues:
+        begun = template.guarded(messages.pop()["content"])
     rendered = template.render(
-        explained(template, conversation.messages, conversation.tools),
+        explained(template, messages, conversation.tools),
         tools=conversation.tools if template.takes_tools else None,
-        add_generation_prompt=conversation.add_generation_prompt,
+        add_generation_prompt=conversation.add_generation_prompt or conversation.continues,
         kwargs=kwargs,
     )
+    if begun is not None:  # an answer that has begun is past its reasoning
+        return (think.without_reasoning(rendered) if think is not None else rendered) + begun
     if thinking is False and think is not None and conversation.add_generation_prompt:
         knows = any(switch in template.all_source for switch in _SWITCHES)
         if think.is_open(rendered) or not knows:

@@ -335,7 +335,10 @@ def decode_count(body: bytes) -> CountRequest:
 def chat_fields(request: CountRequest) -> dict[str, Any]:
     """The same request as the body of a chat request. Raises RequestError for what is not served."""
     _refuse_unserved(request)
-    fields: dict[str, Any] = {"model": request.model, "messages": _chat_messages(request)}
+    messages = _chat_messages(request)
+    fields: dict[str, Any] = {"model": request.model, "messages": messages}
+    if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+        fields["continue_final_message"] = True
     if isinstance(request, MessagesRequest):
         fields |= {
             "max_tokens": request.max_tokens,

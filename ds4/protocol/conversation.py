@@ -19,7 +19,8 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """What the model shall read and how it may answer.
 
     `messages`: role and text content, and what a template may want besides. `thinking`: None leaves it to
-    the template. `max_reasoning_tokens`: None is no limit. `kwargs` become template variables.
+    the template. `max_reasoning_tokens`: None is no limit. `kwargs` become template variables. `continues`:
+    the last message is the beginning of the answer.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -29,6 +30,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     thinking: bool | None = None
     max_reasoning_tokens: int | None = None
     add_generation_prompt: bool = True
+    continues: bool = False
     kwargs: Mapping[str, Any] = {}
 
 

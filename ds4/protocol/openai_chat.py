@@ -33,7 +33,7 @@ from ds4.protocol.conversation import (
 )
 
 # Of the fields that other routes refuse.
-_HONOURED: Final = frozenset({"tools", "tool_choice", "thinking"})
+_HONOURED: Final = frozenset({"continue_final_message", "tools", "tool_choice", "thinking"})
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -63,6 +63,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
+    continue_final_message: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
@@ -77,6 +78,7 @@ class TemplateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     messages: list[ChatMessage]
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
@@ -223,8 +225,13 @@ def conversation(request: ChatRequest | TemplateRequest) -> Conversation:
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort not in (None, "none"):
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+    messages = template_messages(request.messages)
+    continues = bool(request.continue_final_message)
+    if continues and (messages[-1]["role"] != "assistant" or "tool_calls" in messages[-1]):
+        raise refuse("continue_final_message", "the last message must be text of the assistant")
     return Conversation(
-        messages=template_messages(request.messages),
+        messages=messages,
+        continues=continues,
         tools=tools,
         tool_choice=choice,
         is_parallel=request.parallel_tool_calls is not False,

@@ -159,6 +159,10 @@ class ChatTemplate:
         """What `render` returned, for people: without the guards."""
         return self._tokenizer.markers.unguard(guarded)
 
+    def guarded(self, text: str) -> str:
+        """Text of a client's, to be put after what was rendered."""
+        return self._tokenizer.markers.guard(text)
+
     def _guard(self, value: Any) -> Any:
         """A copy of decoded JSON in which no text holds a marker."""
         if isinstance(value, str):

@@ -12,18 +12,45 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ds4.protocol.anthropic_messages import MessagesRequest
 from ds4.protocol.openai_chat import ChatMessage, ChatRequest, ContentPart
 from ds4.protocol.openai_completions import CompletionRequest
+from ds4.protocol.openai_responses import ResponsesRequest
 from tests.support.front_rig import run, running_front
 
-_ROUTES: Final = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/apply-template")
+_ROUTES: Final = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/tokenize",
+    "/detokenize",
+    "/apply-template",
+)
+
+
+_LAST: Final[dict[str, bytes | tuple[bytes, ...]]] = {  # how a stream ends that ended well
+    "/v1/messages": b"event: message_stop",
+    "/v1/responses": (b"event: response.completed", b"event: response.incomplete"),
+}
 
 
 def _names(kind: type[msgspec.Struct]) -> list[str]:
     return [field.name for field in msgspec.structs.fields(kind)]
 
 
-_KNOWN: Final = sorted({*_names(ChatRequest), *_names(CompletionRequest), "content", "tokens", "with_pieces"})
+_KNOWN: Final = sorted(
+    {
+        *_names(ChatRequest),
+        *_names(CompletionRequest),
+        *_names(MessagesRequest),
+        *_names(ResponsesRequest),
+        "content",
+        "tokens",
+        "with_pieces",
+    }
+)
 _texts: Final = st.text(max_size=20) | st.sampled_from(
     ["", "<|im_end|>", "\x00", "😀", "\ud800", "user", "text", "hello world", "ͼ" * 50]
 )
@@ -51,6 +78,35 @@ _messages: Final = st.lists(
     ),
     max_size=4,
 )
+_blocks: Final = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "thinking", "tool_use", "tool_result", "image", "document"]) | _texts},
+    optional=dict.fromkeys(["text", "thinking", "id", "name", "tool_use_id", "source", "is_error"], _values)
+    | {
+        "input": st.dictionaries(_texts, _values, max_size=2),
+        "content": _texts | st.lists(_values, max_size=2),
+    },
+)
+_block_messages: Final = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system"]), "content": st.lists(_blocks, max_size=3)}
+    ),
+    max_size=3,
+)
+_items: Final = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from(["message", "reasoning", "function_call", "function_call_output"])
+            | _texts,
+            "role": st.sampled_from(["user", "assistant", "system"]) | _values,
+            **dict.fromkeys(
+                ["id", "content", "summary", "encrypted_content", "name", "arguments", "call_id", "output"],
+                _values,
+            ),
+        },
+    ),
+    max_size=4,
+)
 _prompts: Final = _texts | st.lists(st.integers(-1, 300), max_size=5) | st.lists(_texts, max_size=3) | _values
 _good_messages: Final = st.lists(
     st.fixed_dictionaries({"role": st.sampled_from(["user", "system"]), "content": st.text(max_size=20)}),
@@ -62,13 +118,21 @@ _good: Final = st.fixed_dictionaries(
     {
         "messages": _good_messages,
         "prompt": st.text(max_size=20) | st.lists(st.integers(0, 200), max_size=5),
+        "input": st.text(max_size=20) | _good_messages,
         "content": st.text(max_size=20),
         "tokens": st.lists(st.integers(0, 200), max_size=5),
     },
     optional={"max_tokens": st.integers(1, 4), "n": st.integers(1, 3), "stream": st.booleans()},
 )
 _odd: Final = st.fixed_dictionaries(
-    {}, optional={"messages": _messages, "prompt": _prompts, "content": _texts, "tokens": _values}
+    {},
+    optional={
+        "messages": _messages | _block_messages,
+        "prompt": _prompts,
+        "input": _items | _values,
+        "content": _texts,
+        "tokens": _values,
+    },
 )
 _bodies: Final = (
     st.builds(lambda good, others, odd: {**good, **others, **odd}, _good, _others, st.just({}) | _odd) | _odd
@@ -130,8 +194,9 @@ def test_no_body_makes_a_server_error(port: int, route: str) -> None:
             elif not response.headers["content-type"].startswith("text/event-stream"):
                 response.json()
             else:
-                assert response.content.endswith(b"data: [DONE]\n\n")
-                assert b'"error"' not in response.content
+                last = response.content.split(b"\n\n")[-2]
+                assert last.startswith(_LAST.get(route, b"data: [DONE]")), response.content
+                assert b'"error":{' not in response.content
 
         post()
 

@@ -152,6 +152,26 @@ def _is_error(response: httpx.Response, status: int, kind: str) -> str:
     return str(body["error"]["message"])
 
 
+def test_an_answer_that_has_begun_goes_on_right_there(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        begun = {"role": "assistant", "content": "It <|im_end|> is"}
+        whole = (await _post(front, messages=[*_BODY["messages"], begun])).json()  # type: ignore[misc]
+        assert whole["content"] == [{"type": "text", "text": "hello world"}]
+        assert front.worker is not None
+        tokenizer = front.state.model.tokenizer
+        plain, asked = (request.prompt for request in await _prompts(front))
+        assert asked[: len(plain)] == plain, "the same prompt, and then what has begun"
+        assert tokenizer.decode(asked[len(plain) :], special=True) == begun["content"]
+        assert not any(tokenizer.is_control(token_id) for token_id in asked[len(plain) :])
+
+    async def _prompts(front: Front) -> Any:
+        await _post(front)
+        assert front.worker is not None
+        return reversed(front.worker.requests[-2:])
+
+    with_front(tmp_path, scenario)
+
+
 def test_errors_have_anthropics_form_on_its_routes(tmp_path: Path) -> None:
     async def scenario(front: Front) -> None:
         key = {"x-api-key": "k", "anthropic-version": "2023-06-01"}

@@ -109,6 +109,14 @@ def test_an_assistant_message_keeps_thoughts_text_and_calls_apart() -> None:
     ]
 
 
+def test_an_answer_that_has_begun_goes_on() -> None:
+    begun = {"role": "assistant", "content": "It is"}
+    assert _fields(messages=[_USER, begun])["continue_final_message"] is True
+    call = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+    assert "continue_final_message" not in _fields(messages=[{"role": "assistant", "content": [call]}])
+    assert "continue_final_message" not in _fields()
+
+
 def test_text_in_documents_and_search_results_is_read() -> None:
     document = {"type": "document", "title": "T", "source": {"type": "text", "data": "body"}}
     result = {
