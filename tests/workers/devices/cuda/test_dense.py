@@ -1,6 +1,7 @@
 """Large prompt chunks through the library of matrix products: near the reference, and only where they may."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,8 +9,8 @@ import pytest
 from tests.support.device_driver import small_limits
 from tests.support.tiny_model import TinyShape
 from tests.workers.devices.cuda.rig import PROMPT, distance, needs_compiler, new_backend, pair, tiny_program
-from workers.devices.cuda.backend import DeviceArray
-from workers.devices.cuda.dense import DENSE_ROWS, dense_bytes
+from workers.devices.cuda.dense import DENSE_ROWS, DenseProducts, dense_bytes
+from workers.devices.cuda.weights import DeviceMatrix
 from workers.devices.emulator.backend import EmulatorBackend
 from workers.kernels import catalogue
 
@@ -19,23 +20,19 @@ pytestmark = needs_compiler
 DENSE = 0.06
 
 
-class Counting(EmulatorBackend):
-    """The emulator, counting products."""
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The library's products, by the tensor's type."""
+    seen: list[str] = []
+    multiply = DenseProducts.multiply
 
-    num_products = 0
+    def count(self: DenseProducts, matrix: DeviceMatrix, *arguments: Any, **options: Any) -> None:
+        if options["multiplies"]:
+            seen.append(matrix.ggml_type.name)
+        multiply(self, matrix, *arguments, **options)
 
-    def multiply(
-        self,
-        out: DeviceArray,
-        stride: int,
-        activations: DeviceArray,
-        weights: DeviceArray,
-        size: tuple[int, int, int],
-        *,
-        accumulate: bool,
-    ) -> None:
-        self.num_products += 1
-        super().multiply(out, stride, activations, weights, size, accumulate=accumulate)
+    monkeypatch.setattr(DenseProducts, "multiply", count)
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -48,45 +45,41 @@ class Counting(EmulatorBackend):
     ],
 )
 def test_large_chunks_agree_with_the_reference(
-    tmp_path: Path, quant: str, shape: TinyShape, num_products: int
+    tmp_path: Path, products: list[str], quant: str, shape: TinyShape, num_products: int
 ) -> None:
-    backend = Counting()
     program = tiny_program(tmp_path, quant, shape)
-    with pair(program, make_backend=lambda: backend, dense_rows=16) as both:
+    with pair(program, dense_rows=16) as both:
         assert distance(*both.logits({0: PROMPT, 1: PROMPT[:5]})) < DENSE
-        assert backend.num_products == num_products
+        assert len(products) == num_products
         both.logits({0: PROMPT[:3], 1: [4]})  # too small
         both.logits({0: [3], 1: [4]})
-        assert backend.num_products == num_products
+        assert len(products) == num_products
 
 
-def test_decode_rows_never_go_through_the_library(tmp_path: Path) -> None:
-    backend = Counting()
+def test_decode_rows_never_go_through_the_library(tmp_path: Path, products: list[str]) -> None:
     limits = small_limits(max_rows=20, max_seats=20, max_context_tokens=32)
-    with pair(
-        tiny_program(tmp_path, "Q8_0"), make_backend=lambda: backend, limits=limits, dense_rows=4
-    ) as both:
+    with pair(tiny_program(tmp_path, "Q8_0"), limits=limits, dense_rows=4) as both:
         for _ in range(2):
             both.driver.step({seat: [3 + seat] for seat in range(20)})
-    assert backend.num_products == 0
+    assert products == []
 
 
-def test_rows_that_must_not_depend_on_their_batch_are_kept_from_it(tmp_path: Path) -> None:
-    backend = Counting()
+def test_rows_that_must_not_depend_on_their_batch_are_kept_from_it(
+    tmp_path: Path, products: list[str]
+) -> None:
     program = tiny_program(tmp_path, "Q8_0")
-    with pair(program, make_backend=lambda: backend, dense_rows=4, batch_invariant=True) as both:
+    with pair(program, dense_rows=4, batch_invariant=True) as both:
         both.driver.step({0: PROMPT})
-    assert backend.num_products == 0
+    assert products == []
 
 
-def test_a_gpu_without_the_library_uses_its_own_kernels(tmp_path: Path) -> None:
-    class Without(Counting):
+def test_a_gpu_without_the_library_uses_its_own_kernels(tmp_path: Path, products: list[str]) -> None:
+    class Without(EmulatorBackend):
         can_multiply = False
 
-    backend = Without()
-    with pair(tiny_program(tmp_path, "Q8_0"), make_backend=lambda: backend, dense_rows=4) as both:
+    with pair(tiny_program(tmp_path, "Q8_0"), make_backend=Without, dense_rows=4) as both:
         both.driver.step({0: PROMPT})
-    assert backend.num_products == 0
+    assert products == []
 
 
 def test_scratch_memory_is_planned_where_it_is_taken(tmp_path: Path) -> None:

@@ -1,0 +1,6 @@
+"""Kernels on the GPU, against the NumPy reference."""
+
+from tests.gpu.again import take
+from tests.workers.kernels import test_catalogue_sampling
+
+take(test_catalogue_sampling, globals())

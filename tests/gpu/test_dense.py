@@ -1,0 +1,6 @@
+"""Large prompt chunks through cuBLAS."""
+
+from tests.gpu.again import take
+from tests.workers.devices.cuda import test_dense
+
+take(test_dense, globals())
