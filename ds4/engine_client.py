@@ -38,6 +38,7 @@ from ds4.generation import (
     TokenEvent,
     decode_model_info,
     encode_request,
+    failure_of,
 )
 from ds4.metrics import Metrics
 from ds4.ring.control import ControlPage
@@ -233,11 +234,9 @@ class EngineClient:
                     if info is not None and info.tokenizer_hash != self._tokenizer_hash:
                         raise RingUnavailableError("the worker was replaced by one with another model")
                     try:
-                        stream = self.submit(request, prompt)
+                        return self.submit(request, prompt)
                     except (RingFullError, RingUnavailableError):
                         await asyncio.sleep(_RETRY_S)
-                        continue
-                    return stream
         except TimeoutError:
             raise WorkerError(_NONE_CAME, code=ErrorCode.DEVICE) from None
         finally:
@@ -316,6 +315,7 @@ class Generation:
         self._tokens = array("I")
         self._record = Record()
         self._end_turn: Callable[[], None] | None = None  # while it goes on alone among suspects
+        self._is_resumed = False
         self._ended = False
         self._cancelled = False
         self._error: WorkerError | None = None
@@ -358,8 +358,7 @@ class Generation:
                         return tokens, None
                     continue
                 elif end.reason == FinishReason.ERROR:
-                    text = end.error_text or "the request failed"
-                    raise WorkerError(text, code=ErrorCode(end.error_code))
+                    raise failure_of(end, is_resumed=self._is_resumed)
                 self._finish()
                 return tokens, end
         except BaseException:
@@ -385,6 +384,7 @@ class Generation:
         _log.info(
             "a request lost its worker %d tokens in and is resumed: %s", count, why, extra=self._log_fields
         )
+        self._is_resumed = True
         if await self._resubmit():
             self._client.metrics.add("ds4_resumed_streams_total")
 

@@ -10,6 +10,8 @@ from typing import Final
 
 import msgspec
 
+from ds4.errors import ErrorCode, WorkerError
+
 MAX_TOP_LOGPROBS: Final = 20
 MAX_CACHE_SALT_BYTES: Final = 64
 MAX_GRAMMAR_BYTES: Final = 256 * 1024
@@ -96,6 +98,21 @@ class GenerationEnd(msgspec.Struct, frozen=True):
     error_code: int = 0
     error_text: str = ""
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+
+
+_UNFIT: Final = frozenset({ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE})
+
+
+def failure_of(end: GenerationEnd, *, is_resumed: bool) -> WorkerError:
+    """The exception for an ending in an error.
+
+    What a worker refuses that the worker before it took is no mistake of the client's.
+    """
+    text, code = end.error_text or "the request failed", ErrorCode(end.error_code)
+    if is_resumed and code in _UNFIT:
+        text = f"the worker was lost, and the next one does not take the request: {text}"
+        code = ErrorCode.DEVICE
+    return WorkerError(text, code=code)
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -194,6 +194,22 @@ def test_a_lost_worker_is_replaced_without_a_gap_as_often_as_allowed(tmp_path: P
     _run(tmp_path, scenario, resume_attempts=2)
 
 
+def test_a_worker_that_hands_over_costs_nothing_of_the_budget(tmp_path: Path) -> None:
+    async def scenario(rig: _Rig) -> None:
+        worker = await rig.worker()
+        worker.leaves_failed = False
+        worker.hold_after(2)
+        generation = rig.generate()
+        await until(lambda: bool(worker.requests) and worker.requests[0].num_sent == 2)
+        worker.stop()
+        await rig.worker()
+        ids, end = await _read_all(generation)
+        assert ids == _SAID
+        assert end.reason == FinishReason.STOP
+
+    _run(tmp_path, scenario, resume_attempts=0)
+
+
 def test_the_budget_of_resumptions_is_kept(tmp_path: Path) -> None:
     async def scenario(rig: _Rig) -> None:
         worker = await rig.worker()
@@ -256,6 +272,23 @@ def test_an_error_of_the_request_itself_is_raised_with_its_code(tmp_path: Path) 
     _run(tmp_path, scenario)
 
 
+def test_a_refusal_by_the_next_worker_is_not_the_clients_fault(tmp_path: Path) -> None:
+    async def scenario(rig: _Rig) -> None:
+        worker = await rig.worker()
+        worker.hold_after(2)
+        generation = rig.generate()
+        await until(lambda: bool(worker.requests) and worker.requests[0].num_sent == 2)
+        worker.stop()
+        smaller = await rig.worker(most_tokens=0)
+        smaller.failure = failing(ErrorCode.INVALID_REQUEST, "leaves no room for output")
+        smaller.release()
+        with pytest.raises(WorkerError, match=r"the next one does not take .* no room for output") as caught:
+            await _read_all(generation)
+        assert caught.value.code == ErrorCode.DEVICE
+
+    _run(tmp_path, scenario)
+
+
 def test_an_abort_reaches_running_and_resuming_generations(tmp_path: Path) -> None:
     async def scenario(rig: _Rig) -> None:
         worker = await rig.worker()
@@ -284,6 +317,7 @@ def test_slots_run_out_and_come_back(tmp_path: Path) -> None:
         generations = [rig.generate() for _ in range(8)]
         with pytest.raises(RingFullError):
             rig.generate()
+        await until(lambda: rig.client.ring.num_pending() == 0)
         told = [rig.client.turn_away() for _ in range(600)]
         assert told[0] == 1
         assert told == sorted(told), "who comes later is told to wait longer"
