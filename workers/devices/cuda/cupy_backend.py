@@ -10,6 +10,7 @@ they are made of, and is never called then.
 """
 
 import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -40,6 +41,7 @@ _BLAS_FLOAT32: Final = 0
 _BLAS_BFLOAT16: Final = 14
 _BLAS_COMPUTE_FLOAT32: Final = 68
 _BLAS_DEFAULT: Final = -1
+_LARGE_BYTES: Final = 1 << 20
 _PLAIN_SHARED_BYTES: Final = 48 * 1024  # what a block gets without asking
 
 
@@ -111,6 +113,8 @@ class CupyBackend:
         self._modules: dict[tuple[str, tuple[tuple[str, int], ...]], Any] = {}
         self._functions: dict[Kernel, Any] = {}
         self._shared_limits: dict[Kernel, int] = {}  # dynamic shared memory asked for so far
+        self._pinned: list[tuple[int, int]] = []  # address ranges; they live as long as the backend
+        self._held: deque[tuple[_Event, NDArray[Any]]] = deque()  # sources of copies that may still run
         self._num_captured: int | None = None  # None: not capturing
         self._blas_handle: int | None = None  # 0: there is none
         properties = _RUNTIME.getDeviceProperties(cupy.cuda.runtime.getDevice())
@@ -131,11 +135,31 @@ class CupyBackend:
         """Host memory that asynchronous copies may use."""
         with _faults("pinning host memory"):
             array: NDArray[Any] = cupyx.empty_pinned(_shape(shape), dtype)
+        self._pinned.append((array.ctypes.data, array.ctypes.data + array.nbytes))
         return array
 
     def upload(self, host: NDArray[Any], device: DeviceArray) -> None:
-        """Queue a copy to the device. The driver stages what is not pinned before the call returns."""
-        self._copy(host, device, _HOST_TO_DEVICE)
+        """Queue a copy to the device.
+
+        Whether the driver stages pageable memory before it returns depends on the system (one that can read it
+        from the GPU need not), so what is not pinned is copied here and held until the GPU has it, or waited
+        for where it is large: that is at load.
+        """
+        if self._is_pinned(host):
+            self._copy(host, device, _HOST_TO_DEVICE)
+        elif host.nbytes > _LARGE_BYTES:
+            self._copy(host, device, _HOST_TO_DEVICE)
+            self.synchronise()
+        else:
+            while self._held and self._held[0][0].reached:
+                self._held.popleft()
+            own = np.array(host, order="C")
+            self._copy(own, device, _HOST_TO_DEVICE)
+            self._held.append((self.record(), own))
+
+    def _is_pinned(self, host: NDArray[Any]) -> bool:
+        address = host.ctypes.data
+        return any(start <= address < end for start, end in self._pinned)
 
     def download(self, device: DeviceArray, host: NDArray[Any]) -> None:
         """Queue a copy into pinned memory."""
@@ -300,6 +324,7 @@ class CupyBackend:
 
     def close(self) -> None:
         """Drop modules; memory goes when its last array does."""
+        self._held.clear()
         self._functions.clear()
         self._modules.clear()
 

@@ -233,3 +233,30 @@ def test_a_failure_of_cublas_is_a_device_fault(backend: Any, fake: FakeCupy) -> 
     fake.fail["gemm"] = 13
     with pytest.raises(DeviceFaultError, match="a matrix product: cudaErrorNumber13"):
         backend.multiply(array, 1, array, array, (1, 1, 8), accumulate=False)
+
+
+def test_a_small_source_that_is_not_pinned_is_held_until_the_copy_ran(backend: Any, fake: FakeCupy) -> None:
+    array = backend.allocate(64, np.uint8)
+    sources: list[int] = []
+    copy = fake.cupy.cuda.runtime.memcpyAsync
+
+    def late(target: int, source: int, size: int, kind: int, stream: int) -> None:
+        sources.append(source)
+        copy(target, source, size, kind, stream)
+
+    fake.cupy.cuda.runtime.memcpyAsync = late
+    host, pinned = np.arange(64, dtype=np.uint8), backend.pinned(64, np.uint8)
+    backend.upload(host, array)
+    assert sources[-1] != host.ctypes.data
+    assert len(backend._held) == 1
+    backend.upload(pinned[:32], array)
+    assert sources[-1] == pinned.ctypes.data
+    backend.upload(host, array)
+    assert len(backend._held) == 1  # the first copy's event was reached
+    assert ("synchronise",) not in fake.calls
+
+
+def test_a_large_source_that_is_not_pinned_is_waited_for(backend: Any, fake: FakeCupy) -> None:
+    size = (1 << 20) + 16
+    backend.upload(np.zeros(size, np.uint8), backend.allocate(size, np.uint8))
+    assert [call[0] for call in fake.calls[-2:]] == ["copy", "synchronise"]
