@@ -58,7 +58,7 @@ class FrontServer(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Until drained."""
         self._loop = asyncio.get_running_loop()
-        if threading.current_thread() is threading.main_thread():  # as uvicorn: elsewhere there are no signals
+        if threading.current_thread() is threading.main_thread():  # only that one hears signals
             self._loop.add_signal_handler(signal.SIGUSR1, self._begin_leaving)
         await super().serve(sockets)
 
