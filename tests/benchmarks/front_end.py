@@ -147,14 +147,17 @@ def main(arguments: Sequence[str]) -> None:
             _wait_ready(options.port)
             asyncio.run(_read_all(options.port, options.streams, 16))  # warm
             spent, started = _processor_s(front.pid), time.monotonic()
+            worker_spent = _processor_s(worker.pid)
             answers = asyncio.run(_read_all(options.port, options.streams, options.tokens))
             wall_s, front_s = time.monotonic() - started, _processor_s(front.pid) - spent
+            worker_s = _processor_s(worker.pid) - worker_spent
             total = options.streams * options.tokens
             frames = sum(num for num, _ in answers)
             print(
                 f"streams={options.streams} tokens={total} frames={frames} wall={wall_s:.2f}s "
                 f"front_cpu={front_s:.2f}s tokens/front_cpu_s={total / front_s:,.0f} "
-                f"frames/front_cpu_s={frames / front_s:,.0f} tokens/s={total / wall_s:,.0f}"
+                f"frames/front_cpu_s={frames / front_s:,.0f} tokens/worker_cpu_s={total / worker_s:,.0f} "
+                f"tokens/s={total / wall_s:,.0f}"
             )
         finally:
             worker.terminate()

@@ -5,11 +5,12 @@ number here; without keys there is one. Front ends stand for groups of users, so
 not delay the others' requests. Preempted sequences were already served once; they come before all
 others, the earliest arrival first.
 
-Source: start-time fair queueing (Goyal, Vin, Cheng 1996), with tokens for bits. Each tenant has a tag: the
-tokens that were computed for it, over its weight. The lowest tag is next. A prompt is charged when it
-gets its seat, the output when it is known. Who comes back from having nothing to wait for starts at the
-tag that was served last: there is no saving up. So while two tenants wait, what they get, over their
-weights, differs by one request of each at most, whatever a third one does.
+Source: the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024),
+with weights. Each tenant has a tag: the tokens that were computed for it, over its weight; the lowest is
+next. A prompt is charged when it gets its seat, output token by token. Who comes back from having nothing
+to wait for starts level with those who wait, or with the one served last: there is no saving up. So while
+two tenants wait, what they get, over their weights, stays together up to what one request of each costs
+that is being served, whatever a third one does.
 """
 
 import heapq
@@ -56,7 +57,7 @@ class WaitingQueue:
         self._waiting: dict[int, _Tenant] = {}  # those with a sequence here
         self._preempted: dict[int, Sequence] = {}  # by arrival
         self._size = 0
-        self._last_tag = 0.0  # of the one served last
+        self._last: _Tenant | None = None  # the one served last
         self._num_turns = 0
 
     def __len__(self) -> int:
@@ -75,7 +76,7 @@ class WaitingQueue:
         tenant = self._tenant(sequence)
         tenant.weight = sequence.request.weight
         if not tenant.queues:
-            tenant.tag = max(tenant.tag, self._last_tag)
+            tenant.tag = max(tenant.tag, self._lowest_tag)
             self._num_turns += 1
             tenant.turn = self._num_turns
             self._waiting[tenant.number] = tenant
@@ -94,7 +95,7 @@ class WaitingQueue:
             if queue:
                 tenant.queues[group] = queue  # now the last in turn
         if served:
-            self._last_tag = tenant.tag
+            self._last = tenant
             self._num_turns += 1
             tenant.turn = self._num_turns
             tenant.tag += _cost(sequence) / tenant.weight
@@ -102,10 +103,16 @@ class WaitingQueue:
             del self._waiting[tenant.number]
 
     def charge(self, sequence: Sequence) -> None:
-        """A sequence ends: its output is put to its tenant's account."""
-        if sequence.num_generated:
+        """A token was generated."""
+        if len(self._tenants) > 1:  # else there is nobody to compare with
             tenant = self._tenant(sequence)
-            tenant.tag += sequence.num_generated / tenant.weight
+            tenant.tag += 1.0 / tenant.weight
+
+    @property
+    def _lowest_tag(self) -> float:
+        if self._waiting:
+            return min(tenant.tag for tenant in self._waiting.values())
+        return 0.0 if self._last is None else self._last.tag
 
     def _group(self, sequence: Sequence) -> int:
         return sequence.front_end if self._in_turn else 0
@@ -117,7 +124,6 @@ class WaitingQueue:
             if len(self._tenants) >= _MAX_IDLE + len(self._waiting):
                 self._tenants = dict(self._waiting)
             tenant = self._tenants[number] = _Tenant(number)
-            tenant.tag = self._last_tag
         return tenant
 
     def _earlier(self) -> Iterator[Sequence]:

@@ -112,7 +112,6 @@ class Scheduler:
         `is_sound` False: its keys and values are not to be trusted, nobody may share them.
         """
         assert sequence.status is Status.FINISHED
-        self.waiting.charge(sequence)
         if sequence.seat == NO_SEAT:
             self.waiting.remove(sequence, served=False)
             return
@@ -132,6 +131,8 @@ class Scheduler:
         for span in batch.spans:
             sequence = span.sequence
             self._free_seats.extend(span.scoring_seats[1:])
+            if span.samples:
+                self.waiting.charge(sequence)
             if sequence.status is Status.RUNNING:
                 if sequence.num_computed >= (sequence.num_registered + 1) * self.cache.page_tokens:
                     self.cache.register(sequence)

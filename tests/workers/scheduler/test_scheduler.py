@@ -94,6 +94,22 @@ def test_front_ends_take_turns() -> None:
     assert simulation.finished == [flood[0], others[0], flood[1], others[1], *flood[2:]]
 
 
+@DEPTHS
+def test_tenants_share_the_device_by_weight_whatever_they_send(depth: int) -> None:
+    """One floods with long answers, from every front end; the other, of twice the weight, asks for little."""
+    simulation = Simulation(seats=3, pages=300, rows=32, depth=depth)
+    greedy = [
+        make_sequence([1, number], 30, front_end=number % 4, tenant=1, weight=1) for number in range(100)
+    ]
+    modest = [make_sequence([2, number], 5, front_end=0, tenant=2, weight=2) for number in range(600)]
+    simulation.add(*greedy, *modest)
+    for _ in range(600):
+        simulation.turn()
+    assert {one.request.tenant for one in simulation.scheduler.waiting} == {1, 2}
+    work = [sum(len(one.tokens) for one in each if len(one.tokens) > 2) for each in (greedy, modest)]
+    assert work[1] / work[0] == pytest.approx(2.0, rel=0.2)
+
+
 def test_one_front_end_is_served_in_order_of_arrival() -> None:
     simulation = Simulation(seats=2)
     sequences = [make_sequence([number] * (1 + number % 3), 3) for number in range(9)]
@@ -274,6 +290,8 @@ ARRIVALS = st.lists(
             "prompt": st.lists(st.integers(0, 1), min_size=1, max_size=40),
             "max_tokens": st.integers(1, 12),
             "front_end": st.integers(0, 2),
+            "tenant": st.integers(0, 2),
+            "weight": st.integers(1, 3),
             "cancel_after": st.none() | st.integers(0, 20),
             "pause": st.none() | st.tuples(st.integers(0, 20), st.integers(1, 10)),
         }
@@ -303,6 +321,8 @@ def test_whatever_arrives_everybody_ends_and_nothing_leaks(
             arrival["prompt"],  # type: ignore[arg-type]
             arrival["max_tokens"],  # type: ignore[arg-type]
             front_end=arrival["front_end"],  # type: ignore[arg-type]
+            tenant=arrival["tenant"],
+            weight=arrival["weight"],
         )
         made.append((arrival, sequence))
     for turn in range(70):
