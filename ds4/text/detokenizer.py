@@ -1,5 +1,9 @@
 """Ids to text while they arrive, without ever showing half a character.
 
+A character that the end of the output cuts off is not shown either, as in vLLM: clients put answers back into
+a conversation, where U+FFFD would be a character that the model never wrote. Who wants the bytes gets them
+with the log-probabilities.
+
 Owns: `Detokenizer`. Runs in: front ends, one for each stream. Source: this project; the byte table
 is exact for every script and costs a fraction of decoding a window of tokens again for each token.
 """
@@ -29,7 +33,3 @@ class Detokenizer:
         if not self._special and self._tokenizer.is_control(token_id) and token_id not in self._shown:
             return ""
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
-
-    def finish(self) -> str:
-        """What is left at the end of the stream: U+FFFD for a character that was cut off."""
-        return self._decoder.decode(b"", final=True)

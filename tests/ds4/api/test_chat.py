@@ -193,6 +193,20 @@ def test_logprobs_come_with_their_tokens_streamed_or_not(tmp_path: Path) -> None
     with_front(tmp_path, scenario, "hé world")
 
 
+def test_a_character_that_max_tokens_cuts_off_is_only_in_the_bytes(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        limit = len(front.encode("hé 🙂")) - 1
+        for logprobs in (False, True):
+            (choice,) = (await front.chat(max_tokens=limit, logprobs=logprobs)).json()["choices"]
+            assert (choice["message"]["content"], choice["finish_reason"]) == ("hé ", "length")
+            chunks = await front.events(max_tokens=limit, logprobs=logprobs)
+            assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1]) == "hé "
+        raw = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"])
+        assert raw == "hé 🙂".encode()[:-1]
+
+    with_front(tmp_path, scenario, "hé 🙂")
+
+
 def test_tokens_of_a_stop_string_have_no_logprobs(tmp_path: Path) -> None:
     async def scenario(front: Front) -> None:
         answer = (await front.chat(logprobs=True, stop="cd")).json()
