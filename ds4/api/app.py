@@ -29,7 +29,7 @@ from ds4.api.openapi import OpenApi
 from ds4.api.responses import StoredResponses, responses
 from ds4.api.state import FrontState
 from ds4.api.status import Status
-from ds4.api.tokenize import apply_template, detokenize, tokenize
+from ds4.api.tokenize import TokenizerRoute, apply_template, detokenize, tokenize
 from ds4.config import Settings
 from ds4.errors import Ds4Error
 from ds4.models import resolve_model
@@ -88,6 +88,7 @@ def _routes(state: FrontState) -> list[BaseRoute]:
         ("/slots", status.slots),
         ("/props", status.props),
         ("/version", status.version),
+        ("/tokenizer_info", TokenizerRoute(state).get),
         ("/openapi.json", OpenApi().get),
     ]
     stored = StoredResponses(state)

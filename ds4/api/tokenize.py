@@ -1,11 +1,16 @@
-"""`POST /tokenize`, `/detokenize`, `/apply-template`.
+"""`POST /tokenize`, `/detokenize`, `/apply-template`, `GET /tokenizer_info`.
 
-Owns: these routes; they never reach the worker. Runs in: front ends. Source: llama-server.
+Owns: these routes; they never reach the worker. Runs in: front ends. Source: llama-server;
+vLLM for `/tokenizer_info`, by which evaluation harnesses find that they may tokenize here.
 """
 
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ds4.api.documents import document
 from ds4.api.exchange import Exchange
 from ds4.api.rendering import render
-from ds4.api.state import ServedModel
+from ds4.api.state import FrontState, ServedModel
 from ds4.errors import RequestError
 from ds4.protocol.common import check_token_ids
 from ds4.protocol.openai_chat import conversation, decode_template
@@ -13,10 +18,34 @@ from ds4.protocol.tokens import (
     DetokenizeAnswer,
     TemplateAnswer,
     TokenizeAnswer,
+    TokenizerInfo,
     TokenPiece,
     decode_detokenize,
     decode_tokenize,
 )
+
+
+class TokenizerRoute:
+    """`GET /tokenizer_info`."""
+
+    def __init__(self, state: FrontState) -> None:
+        self._state = state
+
+    async def get(self, request: Request) -> Response:
+        """The special tokens and the template."""
+        model = self._state.model
+        tokenizer = model.tokenizer
+        bos_id, eos_id = tokenizer.bos_id, tokenizer.eos_id
+        return document(
+            TokenizerInfo(
+                tokenizer_class="GGUF",
+                bos_token=None if bos_id is None else tokenizer.token_text(bos_id),
+                eos_token=None if eos_id is None else tokenizer.token_text(eos_id),
+                add_bos_token=tokenizer.add_bos,
+                model_max_length=self._state.max_context_tokens,
+                chat_template=model.file.chat_template,
+            )
+        )
 
 
 async def tokenize(exchange: Exchange) -> None:

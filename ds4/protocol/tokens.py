@@ -1,7 +1,7 @@
-"""`/tokenize`, `/detokenize` and `/apply-template` on the wire.
+"""`/tokenize`, `/detokenize`, `/tokenizer_info` and `/apply-template` on the wire.
 
 Owns: the names and shapes of these routes. Runs in: front ends. Source: llama-server's routes of the
-same names; `prompt` for `content` and `add_special_tokens` are vLLM's spellings.
+same names; `prompt` for `content`, `add_special_tokens` and `/tokenizer_info` are vLLM's.
 """
 
 from typing import Final
@@ -48,6 +48,17 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True):
 
     content: str
     prompt: str
+
+
+class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `/tokenizer_info`: what clients need that count and cut prompts by our ids."""
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    add_bos_token: bool
+    model_max_length: int
+    chat_template: str | None
 
 
 class TemplateAnswer(msgspec.Struct, frozen=True):

@@ -24,6 +24,21 @@ def test_text_to_ids_and_back(tmp_path: Path) -> None:
     with_front(tmp_path, scenario, None)
 
 
+def test_the_special_tokens_and_the_template_are_told(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        response = await front.client.get("/tokenizer_info")
+        assert response.status_code == 200
+        told = response.json()
+        tokenizer = front.state.model.tokenizer
+        assert tokenizer.eos_id is not None
+        assert (await _post(front, "/tokenize", prompt=told["eos_token"]))["tokens"] == [tokenizer.eos_id]
+        assert told["add_bos_token"] == tokenizer.add_bos
+        assert told["model_max_length"] == 512
+        assert told["chat_template"] == front.state.model.file.chat_template
+
+    with_front(tmp_path, scenario, None)
+
+
 def test_special_tokens_are_parsed_unless_that_is_switched_off(tmp_path: Path) -> None:
     async def scenario(front: Front) -> None:
         assert (await _post(front, "/tokenize", content="<|im_end|>"))["tokens"] == [IM_END]
