@@ -92,10 +92,11 @@ class Supervisor:
             everybody = self._everybody()
             fronts = [child for child in everybody if not child.spec.is_worker]
             workers = [child for child in everybody if child.spec.is_worker]
-            for group in (fronts, workers):
-                if not self._stop(group, wait):
-                    self._kill_all()
-                    return 128 + int(signal.SIGTERM)
+            # A worker that is lost meanwhile comes again: streams that drain go on with it.
+            kept = [child for child in self._children if child.spec.is_worker and stopped_by is not None]
+            if not (self._stop(fronts, wait, kept) and self._stop(workers, wait)):
+                self._kill_all()
+                return 128 + int(signal.SIGTERM)
         return self._exit_code
 
     def _everybody(self) -> list[Child]:
@@ -119,17 +120,22 @@ class Supervisor:
                 elif number == signal.SIGUSR2:
                     self._succession.ask_for_worker()
             self._succession.step(time.monotonic())
-            for child in self._children:
-                code = child.ended()
-                if code is not None and not self._restart(child, code):
-                    return None
-                if not child.running and time.monotonic() >= child.restart_at:
-                    self._start(child)
+            if not all(self._tend(child) for child in self._children):
+                return None
             self._kill_hung()
             if not self._was_ready and self._is_ready():
                 self._was_ready = True
                 self._succession.announce()
                 self._on_ready()
+
+    def _tend(self, child: Child) -> bool:
+        """Start a child that ended again, in its time; False where restarting cannot help."""
+        code = child.ended()
+        if code is not None and not self._restart(child, code):
+            return False
+        if not child.running and time.monotonic() >= child.restart_at:
+            self._start(child)
+        return True
 
     def _kill_hung(self) -> None:
         """End children that do not come round; the next look finds them ended and starts them again."""
@@ -174,8 +180,11 @@ class Supervisor:
             due.append(POLL_S)
         return max(0.0, min(due))
 
-    def _stop(self, group: list[Child], wait: "Wait") -> bool:
-        """SIGTERM to a group, then SIGKILL past the deadline. False when a second signal came."""
+    def _stop(self, group: list[Child], wait: "Wait", kept: Sequence[Child] = ()) -> bool:
+        """SIGTERM to a group, then SIGKILL past the deadline. False when a second signal came.
+
+        Whoever of `kept` ends meanwhile is started again.
+        """
         for child in group:
             child.send(signal.SIGTERM)
         deadline = time.monotonic() + self._drain_timeout_s + KILL_GRACE_S
@@ -185,6 +194,9 @@ class Supervisor:
                 for child in group:
                     child.send(signal.SIGKILL)
                 left = KILL_GRACE_S
+            elif kept:
+                kept = [child for child in kept if self._tend(child)]
+                left = min(left, CHECK_S)
             if any(number in _STOP_SIGNALS for number in wait(left)):
                 return False
         return True

@@ -144,6 +144,23 @@ def test_front_ends_stop_before_the_worker(harness: Harness) -> None:
     assert stops[2:] == ["worker stop"]
 
 
+def test_a_worker_that_dies_during_the_drain_is_started_again(harness: Harness) -> None:
+    draining = _STUBBORN.replace(
+        "while True: signal.pause()", "while not os.path.exists({log!r} + '.go'): time.sleep(0.01)"
+    )
+    harness.start({"worker": _OBEDIENT, "front-0": draining.replace("{log!r}", repr(str(harness.log)))})
+    harness.wait_for(lambda events: "worker armed" in events and "front-0 armed" in events)
+    harness.send(signal.SIGTERM)
+    harness.wait_for(lambda events: "front-0 deaf" in events)
+    os.kill(harness.pids("worker")[-1], signal.SIGKILL)
+    harness.wait_for_count("worker armed", 2)
+    Path(f"{harness.log}.go").touch()
+    code, errors = harness.finish()
+    assert code == 0, errors
+    assert harness.events()[-1] == "worker stop"
+    assert len(harness.pids("front-0")) == 1
+
+
 def test_a_child_that_dies_is_started_again(harness: Harness) -> None:
     harness.start({"worker": _OBEDIENT, "front-0": _OBEDIENT})
     harness.wait_for(lambda events: "worker armed" in events and "front-0 armed" in events)
