@@ -2,7 +2,8 @@
 
 `python -m tests.benchmarks.front_end [--streams 64] [--tokens 256] [--pace-us 0] [--mock]` starts a worker
 that invents tokens, one front end, and reads every stream. With `--mock` it is the real worker with its
-mock device, else a loop that does nothing but publish. The figure that matters is tokens per second
+mock device, else a loop that does nothing but publish. With `--bare` the front end is uvicorn with an app
+that sends as many frames of 190 bytes and does nothing else: the ceiling. The figure that matters is tokens per second
 of the front end's processor time: wall time also pays for the worker and the reader.
 """
 
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from starlette.types import Receive, Scope, Send
 
 from ds4.generation import FinishReason, GenerationEnd, ModelInfo, decode_request, encode_model_info
 from ds4.model_file import ModelFile
@@ -64,6 +66,25 @@ def _serve_tokens(directory: Path, model: Path, pace_s: float) -> None:
         next_step = max(time.monotonic(), next_step + pace_s)
         if pace_s:
             time.sleep(max(0.0, next_step - time.monotonic()))
+
+
+async def _bare(scope: Scope, receive: Receive, send: Send) -> None:
+    """The least that streams: a frame for each token, and the loop gets its turn after each."""
+    if scope["type"] != "http":
+        return
+    body = b""
+    while (message := await receive())["type"] == "http.request":
+        body += message["body"]
+        if not message.get("more_body"):
+            break
+    num_frames = json.loads(body)["max_tokens"] if body else 0
+    headers = [(b"content-type", b"text/event-stream")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    frame = b"data: " + b"x" * 182 + b"\n\n"
+    for _ in range(num_frames):
+        await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": b""})
 
 
 async def _read_stream(port: int, num_tokens: int) -> tuple[int, int]:
@@ -113,6 +134,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--pace-us", type=int, default=0)
     parser.add_argument("--port", type=int, default=18099)
     parser.add_argument("--mock", action="store_true")
+    parser.add_argument("--bare", action="store_true")
     parser.add_argument("--worker", nargs=2)
     options = parser.parse_args(arguments)
     pace_s = options.pace_us / 1e6
@@ -134,7 +156,11 @@ def main(arguments: Sequence[str]) -> None:
             "--log-level",
             "warning",
         ]
-        front = subprocess.Popen([sys.executable, "-m", "ds4", "front", *flags])
+        command = ["ds4", "front", *flags]
+        if options.bare:
+            app, port = "tests.benchmarks.front_end:_bare", str(options.port)
+            command = ["uvicorn", app, "--port", port, "--loop", "uvloop", "--log-level", "warning"]
+        front = subprocess.Popen([sys.executable, "-m", *command])
         if options.mock:
             rate = str(1e6 / options.pace_us if options.pace_us else 0)
             mock = ["--device", "mock", "--mock-tokens-per-s", rate, "--batched-sessions", "1024"]
@@ -156,7 +182,7 @@ def main(arguments: Sequence[str]) -> None:
             print(
                 f"streams={options.streams} tokens={total} frames={frames} wall={wall_s:.2f}s "
                 f"front_cpu={front_s:.2f}s tokens/front_cpu_s={total / front_s:,.0f} "
-                f"frames/front_cpu_s={frames / front_s:,.0f} tokens/worker_cpu_s={total / worker_s:,.0f} "
+                f"frames/front_cpu_s={frames / front_s:,.0f} tokens/worker_cpu_s={total / max(worker_s, 0.01):,.0f} "
                 f"tokens/s={total / wall_s:,.0f}"
             )
         finally:
