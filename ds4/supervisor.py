@@ -43,6 +43,8 @@ MAX_FAILED_STARTS: Final = 6  # in a row, before the server was ever ready
 READY_POLL_S: Final = 0.1
 CHECK_S: Final = 0.5  # how often hung children are looked for
 KILL_GRACE_S: Final = 5.0  # past the drain deadline, which the children keep themselves
+RELOAD_TAKEN_S: Final = 30.0  # until the supervisor has noticed what it was asked
+RELOAD_DEADLINE_S: Final = 7200.0
 STOPPED_AFTER_S: Final = 10.0  # silence of the worker's watchdog: it is stopped, not busy
 
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -77,6 +79,7 @@ class Supervisor:
         self._checked_at = time.monotonic()
         self._succession = Succession(self._children, environment, max_front_ends, notice)
         self._has_terminal = _has_terminal()
+        self._is_under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
     def run(self) -> int:
         """Serve until a signal or a failure that restarting cannot cure; the exit code."""
@@ -114,9 +117,10 @@ class Supervisor:
                 if number in _STOP_SIGNALS:
                     return number
                 if number == signal.SIGHUP:
-                    if self._has_terminal and not _has_terminal():  # its window was closed
+                    if not self._has_terminal or _has_terminal():
+                        self._succession.ask_for_front_ends()
+                    elif not self._is_under_nohup:  # its window was closed
                         return number
-                    self._succession.ask_for_front_ends()
                 elif number == signal.SIGUSR2:
                     self._succession.ask_for_worker()
             self._succession.step(time.monotonic())
@@ -225,9 +229,7 @@ Wait = Callable[[float | None], list[signal.Signals]]
 def _wakeups() -> Iterator[Wait]:
     """Signals as data: a function that waits for some, up to a number of seconds, and returns them."""
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    wanted = [signal.SIGCHLD, signal.SIGUSR2, *_STOP_SIGNALS]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup a hang-up stays ignored
-        wanted.append(signal.SIGHUP)
+    wanted = [signal.SIGCHLD, signal.SIGHUP, signal.SIGUSR2, *_STOP_SIGNALS]
     old = {number: signal.signal(number, lambda _number, _frame: None) for number in wanted}
     old_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
@@ -351,8 +353,12 @@ def reload(settings: Settings, what: signal.Signals, announce: Callable[[str], N
         )
     os.kill(state.pid, what)
     wanted = state.num_asked + 1
+    began_s = time.monotonic()
     while state.num_done < wanted:
         time.sleep(POLL_S)
+        waited_s = time.monotonic() - began_s
+        if waited_s > RELOAD_DEADLINE_S or (state.num_asked < wanted and waited_s > RELOAD_TAKEN_S):
+            raise ConfigError("the server does not answer; see its log")
         if not is_supervised(directory):
             raise ConfigError("the server ended meanwhile")
         state = notice.read() or state

@@ -3,12 +3,14 @@
 The supervisor runs in a process of its own, because it owns that process's signals.
 """
 
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -45,7 +47,7 @@ children.FIRST_DELAY_S = 0.01
 children.LONGEST_DELAY_S = 0.05
 supervisor.KILL_GRACE_S = 0.2
 setup_logging(Settings(), "supervisor")
-specs = [children.ChildSpec(name=name, command=tuple(command), is_worker=name == "worker")
+specs = [children.ChildSpec(name=name, command=tuple(command), is_worker=name == "worker", hang_after_s={hang})
          for name, command in json.loads(sys.argv[1])]
 ready = {ready}
 sys.exit(supervisor.Supervisor(
@@ -63,19 +65,29 @@ class Harness:
         self.log.touch()
         self.process: subprocess.Popen[str] | None = None
 
-    def start(self, children: dict[str, str], *, ready: bool = True, drain: float = 30) -> None:
-        """Start it over children given by name and what they do."""
+    def start(
+        self,
+        children: dict[str, str],
+        *,
+        ready: bool = True,
+        drain: float = 30,
+        hang: float = 0,
+        terminal: int | None = None,
+    ) -> None:
+        """Start it over children given by name and what they do; `terminal` becomes its own."""
         specs = []
         for name, body in children.items():
             source = _PROLOGUE.format(log=str(self.log), name=name) + body.replace("{name}", name)
             specs.append((name, [sys.executable, "-c", source]))
-        source = textwrap.dedent(_HARNESS).format(ready=ready, drain=drain)
+        source = textwrap.dedent(_HARNESS).format(ready=ready, drain=drain, hang=hang)
         self.process = subprocess.Popen(
             [sys.executable, "-c", source, json.dumps(specs)],
             cwd=ROOT,
             text=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=None if terminal is None else lambda: fcntl.ioctl(terminal, termios.TIOCSCTTY, 0),
         )
 
     def events(self) -> list[str]:
@@ -269,3 +281,35 @@ def test_a_foreign_folder_called_workers_is_not_run_in_place_of_ours(
     assert module_command("workers.main")[1:] == ("-P", "-m", "workers.main")
     monkeypatch.chdir(ROOT)
     assert module_command("workers.main")[1:] == ("-m", "workers.main")
+
+
+_SILENT = (
+    "from ds4.pulse import Pulse, Stage\n"
+    "Pulse(int(sys.argv[sys.argv.index('--pulse-fd') + 1])).beat(Stage.SERVING)\n"
+    "note('{name} armed')\nwhile True: time.sleep(1000)"
+)
+
+
+def test_a_child_that_falls_silent_is_killed_and_started_again(harness: Harness) -> None:
+    harness.start({"worker": _OBEDIENT, "front-0": _SILENT}, hang=0.3)
+    harness.wait_for_count("front-0 armed", 2)
+    assert len(harness.pids("worker")) == 1, "who never beat is starting, not hung"
+    harness.send(signal.SIGTERM)
+    code, errors = harness.finish()
+    assert code == 0, errors
+    assert "does not answer" in errors
+
+
+def test_a_closed_terminal_ends_the_server_and_a_hang_up_without_one_does_not(harness: Harness) -> None:
+    harness.start({"worker": _OBEDIENT, "front-0": _OBEDIENT})
+    harness.wait_for(lambda events: "worker armed" in events and "front-0 armed" in events)
+    harness.send(signal.SIGHUP)
+    harness.wait_for(lambda _: len(harness.pids("front-0")) == 2)
+    harness.send(signal.SIGTERM)
+    assert harness.finish()[0] == 0
+    controller, terminal = os.openpty()
+    harness.start({"worker": _OBEDIENT, "front-0": _OBEDIENT}, terminal=terminal)
+    os.close(terminal)
+    harness.wait_for_count("worker armed", 2)
+    os.close(controller)
+    assert harness.finish()[0] == 0

@@ -1,6 +1,7 @@
 """What no blow may break: hung processes, replacements while streams run, requests that kill the worker."""
 
 import contextlib
+import json
 import os
 import signal
 import threading
@@ -20,7 +21,6 @@ from tests.support.server import (
     complete,
     delta_text,
     serving,
-    stream_events,
     stream_text,
     wait_until,
 )
@@ -28,7 +28,14 @@ from tests.support.server import (
 pytestmark = pytest.mark.e2e
 
 ENGINE = ("--device", "reference")
-SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 7}
+# All that a new worker has to rebuild from the tokens so far.
+SAMPLED: dict[str, Any] = {
+    "temperature": 0.8,
+    "seed": 7,
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.2,
+    "stop": ["never in it"],
+}
 
 
 class Stream:
@@ -36,7 +43,9 @@ class Stream:
 
     def __init__(self, server: Server, body: dict[str, Any]) -> None:
         self.text = ""
+        self.num_comments = 0
         self.error: Exception | None = None
+        self._is_done = False
         self._begun = threading.Event()
         self._url, self._body = server.url, {**body, "stream": True}
         self._thread = threading.Thread(target=self._run)
@@ -48,14 +57,23 @@ class Stream:
             with httpx.stream(
                 "POST", f"{self._url}/v1/chat/completions", json=self._body, timeout=DEADLINE_S
             ) as response:
-                for event in stream_events(response):
-                    self.text += delta_text(event)
-                    if self.text:
-                        self._begun.set()
+                assert response.status_code == 200, response.read()
+                for line in response.iter_lines():
+                    self._take(line)
         except Exception as error:  # noqa: BLE001 - the test asks for it
             self.error = error
         finally:
             self._begun.set()
+
+    def _take(self, line: str) -> None:
+        self.num_comments += line.startswith(":")
+        self._is_done = self._is_done or line == "data: [DONE]"
+        if line.startswith("data: {"):
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            self.text += delta_text(event)
+            if self.text:
+                self._begun.set()
 
     def whole(self) -> str:
         """Its text, once it ended without an error."""
@@ -63,6 +81,7 @@ class Stream:
         assert not self._thread.is_alive()
         if self.error is not None:
             raise self.error
+        assert self._is_done
         return self.text
 
 
@@ -116,6 +135,7 @@ def test_a_stopped_worker_is_noticed_in_two_seconds_and_replaced_under_its_strea
         wait_until(lambda: ready_status(server) == 503, "readiness to fail")
         noticed_s = time.monotonic() - stopped_s
         assert stream.whole() == expected
+        assert stream.num_comments > 0, "the client saw a silence of ten seconds"
         assert server.worker() != worker
         assert ready_status(server) == 200
         assert "child does not answer, killed" in server.log
@@ -145,6 +165,24 @@ def test_front_ends_are_replaced_without_a_refused_connection_or_a_cut_stream(ti
         assert not set(before) & set(server.front_ends())
         server.send(signal.SIGTERM)
         assert server.wait() == 0, server.log
+
+
+def test_an_unstreamed_answer_survives_the_death_of_the_worker(tiny_model: Path) -> None:
+    with serving(tiny_model, *ENGINE, "--front-ends", "1") as server:
+        body = chat_request("hello world", 400, **SAMPLED)
+        expected = complete(server.url, body)["choices"]
+        answers: list[Any] = []
+        thread = threading.Thread(target=lambda: answers.append(complete(server.url, body)["choices"]))
+        thread.start()
+
+        def is_decoding() -> bool:
+            slots = httpx.get(f"{server.url}/slots", timeout=DEADLINE_S).json()
+            return "decode" in json.dumps(slots).lower()
+
+        wait_until(is_decoding, "the answer to begin")
+        os.kill(server.worker(), signal.SIGKILL)
+        thread.join(DEADLINE_S)
+        assert answers == [expected]
 
 
 def test_a_hang_up_replaces_the_front_ends(tiny_model: Path) -> None:
@@ -199,7 +237,7 @@ def test_limits_and_the_batch_log_change_while_the_server_runs(tiny_model: Path)
         assert control(server, "slots-per-front-end", "0").process.returncode == 2, "outside its range"
         assert control(server, "port", "1").process.returncode == 2
         assert control(server, "slots-per-front-end", "1").process.returncode == 0
-        stream = Stream(server, chat_request("hello", 1500))
+        stream = Stream(server, chat_request("hello", 600))
         refused = httpx.post(
             f"{server.url}/v1/chat/completions", json=chat_request("hello", 2), timeout=DEADLINE_S
         )

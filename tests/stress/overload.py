@@ -3,7 +3,7 @@
     python -m tests.stress.overload --seconds 60 --idle 5000
 
 Peak: as many clients as there are slots. Overload: ten times as many, each coming back after the time
-the server told it. Meanwhile some clients read slowly, some open connections and say nothing, some send
+the server told it. In both, some clients read slowly, some open connections and say nothing, some send
 a byte a second. Every answer must be whole or an honest refusal, memory bounded, and the server as quick
 as before right after. Figures are printed; clients and server share this machine's cores.
 """
@@ -120,9 +120,9 @@ class Load:
                 await asyncio.sleep(0.5)
         return longest
 
-    async def slow_reader(self) -> None:
+    async def slow_reader(self, stop: asyncio.Event) -> None:
         """Reads so slowly that its stream has to wait for it."""
-        while not self.stopping:
+        while not stop.is_set():
             await chat(self.port, chat_request("slow", 1000, seed=2), pause_s=0.5)
             await asyncio.sleep(0.5)
 
@@ -153,14 +153,14 @@ async def measure(server: Server, plan: Plan) -> Outcome:
     capacity = plan.slots * plan.front_ends
     await load.run(capacity, plan.seconds / 6)  # warm
     before = {pid: resident_bytes(pid) for pid in (server.process.pid, *server.children())}
-    peak = await load.run(capacity, plan.seconds / 3)
     idle = await _idle(server.port, plan.idle)
-    load.counts.clear()
     stop = asyncio.Event()
     probe = asyncio.ensure_future(load.longest_gap(stop))
-    load.stopping = False
-    others = [asyncio.ensure_future(load.slow_reader()) for _ in range(plan.slow)]
+    others = [asyncio.ensure_future(load.slow_reader(stop)) for _ in range(plan.slow)]
     others += [asyncio.ensure_future(load.dribble()) for _ in range(plan.dribbling)]
+    # The company is the same in both: slow readers hold slots too.
+    peak = await load.run(capacity, plan.seconds / 2)
+    load.counts.clear()
     overload = await load.run(plan.factor * capacity, plan.seconds)
     stop.set()
     for task in others:
