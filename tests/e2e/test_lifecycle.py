@@ -98,6 +98,25 @@ def test_running_streams_finish_after_sigterm_and_new_ones_are_refused(tiny_mode
             httpx.get(f"{server.url}/health/live", timeout=5)
 
 
+def test_a_stream_that_drains_survives_the_loss_of_the_worker(tiny_model: Path) -> None:
+    with serving(tiny_model, *ENGINE) as server:
+        body = chat_request("hello", 400, stream=True)
+        with httpx.stream(
+            "POST", f"{server.url}/v1/chat/completions", json=body, timeout=DEADLINE_S
+        ) as response:
+            events = stream_events(response)
+            text = delta_text(next(event for event in events if delta_text(event)))
+            worker = server.worker()
+            server.send(signal.SIGTERM)
+            wait_until(lambda: "draining" in server.log, "the drain to start")
+            os.kill(worker, signal.SIGKILL)
+            text += "".join(map(delta_text, events))
+        assert "is resumed" in server.log, "it ended before the worker was lost"
+        assert server.wait() == 0, server.log
+    with serving(tiny_model, *ENGINE) as server:
+        assert text == complete(server.url, {**body, "stream": False})["choices"][0]["message"]["content"]
+
+
 def test_streams_that_outlast_the_drain_deadline_end_in_an_error_event(tiny_model: Path) -> None:
     with serving(tiny_model, *ENGINE, "--drain-timeout-s", "1") as server:
         body = chat_request("hello", 16_000, stream=True)
