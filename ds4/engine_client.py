@@ -8,11 +8,10 @@ with the same tokens.
 
 import asyncio
 import contextlib
-import heapq
 import logging
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds4.config import Settings
+from ds4.crowd import Crowd
 from ds4.errors import (
     ConfigError,
     ErrorCode,
@@ -44,14 +44,13 @@ from ds4.metrics import Metrics
 from ds4.ring.control import ControlPage
 from ds4.ring.front_end import FrontEndRing, RingStream
 from ds4.ring.states import WorkerState
-from ds4.suspects import SETTLE_S, Quarantine, Record, Turns
+from ds4.suspects import SETTLE_S, Quarantine, Record, Turn, Turns
 
 _log = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.05  # between attempts to hand a resumed request to a worker that is there but full
 _TURN_LOOK_S: Final = 0.5  # how often a suspect that waits looks whether there is a worker at all
 _MAX_RETRY_AFTER_S: Final = 60
-_MAX_TURNED_AWAY: Final = 10_000  # remembered
 # Endings after which the same request can succeed on the next worker.
 _WORKER_LOST: Final = frozenset({ErrorCode.DEVICE, ErrorCode.SHUTTING_DOWN})
 _NONE_CAME: Final = "the worker was lost and none came back in time"
@@ -78,7 +77,7 @@ class EngineClient:
         self.num_resuming = 0
         self.num_preparing = 0
         self._mean_duration_s = 1.0
-        self._turned_away: list[float] = []  # when each will be back
+        self._crowd = Crowd()
         self.quarantine = Quarantine(directory)
         self._turns = Turns(self.ring.take_turn, self.ring.drop_turn)
 
@@ -143,19 +142,15 @@ class EngineClient:
         Those who were turned away and have not had time to come back stand before it: told less, all
         of them would come back at once, again and again.
         """
-        now_s = asyncio.get_running_loop().time()
-        while self._turned_away and self._turned_away[0] <= now_s:
-            heapq.heappop(self._turned_away)
         waiting = self.ring.num_pending() if self.ring.attached else 0
-        ahead = waiting + len(self._turned_away) + 1
+        ahead = waiting + self._crowd.size(asyncio.get_running_loop().time()) + 1
         seconds = self._mean_duration_s * ahead / max(1, len(self._running))
         return max(1, min(_MAX_RETRY_AFTER_S, math.ceil(seconds)))
 
     def turn_away(self) -> int:
         """Somebody is refused for want of room: in how many seconds to come back."""
         seconds = self.retry_after_s
-        if len(self._turned_away) < _MAX_TURNED_AWAY:
-            heapq.heappush(self._turned_away, asyncio.get_running_loop().time() + seconds)
+        self._crowd.add(asyncio.get_running_loop().time() + seconds)
         return seconds
 
     def preparing(self, change: int) -> None:
@@ -242,8 +237,8 @@ class EngineClient:
         finally:
             self.num_resuming -= 1
 
-    async def begin_turn(self) -> Callable[[], None]:
-        """Wait until a suspect may go on; the function that ends its turn.
+    async def begin_turn(self) -> Turn:
+        """Wait until a suspect may go on.
 
         Raises WorkerError when no worker came for `resume_timeout_s`.
         """
@@ -260,7 +255,7 @@ class EngineClient:
             return waiting.result()
         except BaseException:
             if not waiting.cancel() and not waiting.cancelled() and waiting.exception() is None:
-                waiting.result()()
+                waiting.result().end()
             raise
         finally:
             self.num_resuming -= 1
@@ -314,7 +309,7 @@ class Generation:
         self._stream = stream
         self._tokens = array("I")
         self._record = Record()
-        self._end_turn: Callable[[], None] | None = None  # while it goes on alone among suspects
+        self._turn: Turn | None = None  # in which it goes on alone among suspects
         self._is_resumed = False
         self._ended = False
         self._cancelled = False
@@ -339,11 +334,11 @@ class Generation:
                 except WorkerLostError as loss:
                     tokens, end = [], None
                     lost = str(loss)
-                    crashed = loss.crashed and (self._end_turn is not None or not loss.is_explained)
+                    crashed = loss.crashed and (self._has_turn or not loss.is_explained)
                 else:
                     self._tokens.extend([token.token_id for token in tokens])
                     if end is None:
-                        if self._end_turn is not None and self._record.is_proved(len(self._tokens)):
+                        if self._has_turn and self._record.is_proved(len(self._tokens)):
                             self._leave_turn()
                         return tokens, None
                     lost = end.error_text if self._is_loss(end) else ""
@@ -390,7 +385,7 @@ class Generation:
 
     def _give_up(self, why: str) -> None:
         """Raises WorkerError. What crashed the worker by itself is remembered."""
-        if self._end_turn is None:
+        if self._turn is None or self._turn.is_over:
             message = f"the worker was lost ({why}) and the request was resumed too often"
             raise WorkerError(message, code=ErrorCode.DEVICE)
         self._client.quarantine.add(self._prompt, self.request.grammar)
@@ -398,26 +393,30 @@ class Generation:
         _log.error(
             "quarantined after %d crashes of the worker", self._record.num_crashes, extra=self._log_fields
         )
-        asyncio.get_running_loop().call_later(SETTLE_S, self._end_turn)
-        self._end_turn = None
+        asyncio.get_running_loop().call_later(SETTLE_S, self._turn.end)
+        self._turn = None
         raise WorkerError(_QUARANTINED, code=ErrorCode.QUARANTINED)
 
+    @property
+    def _has_turn(self) -> bool:
+        return self._turn is not None and not self._turn.is_over
+
     def _leave_turn(self) -> None:
-        if self._end_turn is not None:
-            self._end_turn()
-            self._end_turn = None
+        if self._turn is not None:
+            self._turn.end()
+            self._turn = None
 
     async def _submit_again(self, request: GenerationRequest, prompt: NDArray[np.uint32]) -> RingStream:
         """Onto the ring; a suspect only in its turn, which it keeps until it is proved or lost."""
-        if not self._record.is_suspect or self._end_turn is not None:
+        if not self._record.is_suspect or self._has_turn:
             return await self._client.resubmit(request, prompt)
-        end_turn = await self._client.begin_turn()
+        turn = await self._client.begin_turn()
         try:
             stream = await self._client.resubmit(request, prompt)
         except BaseException:
-            end_turn()
+            turn.end()
             raise
-        self._end_turn = end_turn
+        self._turn = turn
         return stream
 
     async def _resubmit(self) -> bool:

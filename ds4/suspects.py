@@ -69,8 +69,8 @@ class Turns:
         self._drop = drop
         self._lock = asyncio.Lock()  # first come, first served, within this front end
 
-    async def begin(self) -> Callable[[], None]:
-        """Wait for the turn; the function that ends it, which may be called more than once."""
+    async def begin(self) -> "Turn":
+        """Wait for the turn."""
         await self._lock.acquire()
         try:
             while not self._take():  # noqa: ASYNC110 - a lock of the kernel announces nothing
@@ -78,18 +78,27 @@ class Turns:
         except BaseException:
             self._lock.release()
             raise
-        is_over = False
+        return Turn(self._release)
 
-        def end() -> None:
-            nonlocal is_over
-            if not is_over:
-                is_over = True
-                timer.cancel()
-                self._drop()
-                self._lock.release()
+    def _release(self) -> None:
+        self._drop()
+        self._lock.release()
 
-        timer = asyncio.get_running_loop().call_later(TURN_S, end)
-        return end
+
+class Turn:
+    """One suspect's turn; ends by itself after TURN_S."""
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self.is_over = False
+        self._release = release
+        self._timer = asyncio.get_running_loop().call_later(TURN_S, self.end)
+
+    def end(self) -> None:
+        """The next one may begin. Idempotent."""
+        if not self.is_over:
+            self.is_over = True
+            self._timer.cancel()
+            self._release()
 
 
 class Quarantine:

@@ -113,18 +113,20 @@ def test_turns_are_one_at_a_time_and_end_by_themselves(monkeypatch: pytest.Monke
 
     async def scenario() -> None:
         turns, others = Turns(take, held.clear), Turns(take, held.clear)
-        end = await turns.begin()
+        first = await turns.begin()
         second, third = asyncio.ensure_future(turns.begin()), asyncio.ensure_future(others.begin())
         await asyncio.sleep(0)
         assert not second.done()
         assert not third.done()
-        end()
-        end()
+        first.end()
+        first.end()
         await asyncio.gather(second, third)  # neither is ended by its owner
         abandoned = asyncio.ensure_future(turns.begin())
         await asyncio.sleep(0)
         abandoned.cancel()
-        (await turns.begin())()
+        last = await turns.begin()
+        last.end()
+        assert last.is_over
 
     run(scenario)
 
