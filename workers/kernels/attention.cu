@@ -41,10 +41,9 @@ __device__ __forceinline__ void clear(Partial& p) {
 
 // How much two sums weigh once they are relative to the larger of both maxima.
 __device__ __forceinline__ void weigh(float a, float b, float& best, float& weight_a, float& weight_b) {
-  best = fmaxf(a, b);
-  const float base = best == MINUS_INFINITY ? 0.0f : best;
-  weight_a = exp2f(a - base);
-  weight_b = exp2f(b - base);
+  best = fmaxf(a, b);  // finite: every row sees the first split's first key
+  weight_a = exp2f(a - best);
+  weight_b = exp2f(b - best);
 }
 __device__ __forceinline__ float join(float a, float weight_a, float b, float weight_b) {
   return __fmaf_rn(b, weight_b, __fmul_rn(a, weight_a));

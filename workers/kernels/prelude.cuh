@@ -163,9 +163,7 @@ template <class T> __device__ __forceinline__ T block_sum(T v, T* cells) {
     if (lane == 0) cells[32] = v;
   }
   __syncthreads();
-  v = cells[32];
-  __syncthreads();  // the cells may be used again at once
-  return v;
+  return cells[32];  // the next call writes it only behind a barrier
 }
 template <class T> __device__ __forceinline__ T block_max(T v, T* cells) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, num_warps = blockDim.x >> 5;
@@ -177,7 +175,5 @@ template <class T> __device__ __forceinline__ T block_max(T v, T* cells) {
     if (lane == 0) cells[32] = v;
   }
   __syncthreads();
-  v = cells[32];
-  __syncthreads();
-  return v;
+  return cells[32];
 }

@@ -19,6 +19,18 @@ extern "C" __global__ void __launch_bounds__(64) missing_second_barrier(float* o
   }
   out[threadIdx.x] = sum;
 }
+// A warp that is a round ahead overwrites what the other still reads: seen only if one runs far ahead.
+extern "C" __global__ void __launch_bounds__(64) missing_barrier_far_ahead(float* out, const float* in) {
+  __shared__ float s[2][64];
+  float sum = 0;
+  for (int round = 0; round < 4; ++round) {
+    s[round & 1][threadIdx.x] = in[round * 64 + threadIdx.x];
+    if (round == 0) __syncthreads();
+    else __syncwarp();
+    for (int i = 0; i < 4; ++i) sum += warp_sum(s[round & 1][(threadIdx.x + i) & 31]);
+  }
+  out[threadIdx.x] = sum;
+}
 extern "C" __global__ void __launch_bounds__(64) divergent_barrier(float* out) {
   if (threadIdx.x < 32) __syncthreads();
   else __syncthreads();

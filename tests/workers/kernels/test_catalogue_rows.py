@@ -74,7 +74,7 @@ def test_the_norm_without_a_choice_of_rows_takes_them_in_order() -> None:
     assert np.allclose(rig.get(out), reference.norm(hidden, weight, 1e-6), rtol=1e-6)
 
 
-@pytest.mark.parametrize("order", [0, 1, 4])
+@pytest.mark.parametrize("order", [0, 1, 4, 5])
 @pytest.mark.parametrize("kind", sorted(FLOAT_TYPES), ids=lambda kind: kind.name)
 @pytest.mark.parametrize("variant", FLOAT_VARIANTS)
 def test_float_products_at_odd_sizes(kind: GgmlType, variant: FloatVariant, order: int) -> None:

@@ -147,7 +147,7 @@ def _many(seed: int) -> list[SeatParams]:
         for temperature in (0.0, 0.7, 1.5)
         for top_k in (0, 1, 40)
         for top_p in (1.0, 0.9)
-        for min_p in (0.0, 0.05)
+        for min_p in (0.0, 0.05, 1.0)
     ]
 
 
@@ -228,3 +228,13 @@ def test_a_masked_seat_draws_only_what_its_grammar_allows() -> None:
 def test_the_layouts_have_the_sizes_of_the_structures() -> None:
     assert SEAT.itemsize == 64
     assert RESULT.itemsize == 176
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_the_smallest_random_number_draws_the_best_candidate(top_p: float) -> None:
+    samplers = Samplers([_params(top_p=top_p)])
+    position = 7
+    samplers.rows["stream"] = (-(position + 1) * 0x9E3779B97F4A7C15) % 2**64  # its word at this position is 0
+    samplers._seats = samplers.rig.put(samplers.rows)
+    logits = np.random.default_rng(0).standard_normal((1, VOCAB)).astype(np.float32)
+    assert samplers.on_device(logits, position)["token"].tolist() == [logits.argmax()]

@@ -59,7 +59,9 @@ class EmulatorBackend:
     name = "emulator"
 
     def __init__(self, *, memory_bytes: int = 1 << 34, thread_order: int = 0) -> None:
-        """`thread_order`: 0 ascending, 1 descending, more: a shuffle by that seed; of threads and blocks."""
+        """`thread_order`: 0 ascending, 1 descending, more: a shuffle by that seed. Odd seeds are greedy: a warp
+        runs as far as it can before the others.
+        """
         self.num_launches = 0
         self.num_allocations = 0
         self._thread_order = thread_order

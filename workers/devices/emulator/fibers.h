@@ -84,7 +84,7 @@ static char message[800];
 static const char* kernel_name;
 static void (*kernel_body)(void**);
 static void** kernel_arguments;
-static int thread_order;  // 0 ascending, 1 descending, above: shuffled by this seed
+static int thread_order;  // 0 ascending, 1 descending, above: shuffled by this seed, odd ones greedy
 static unsigned long long num_blocks_run;
 
 // `__shared__` variables lie in one section, which is poisoned before each block.
@@ -120,20 +120,33 @@ extern "C" char __stop_emulator_shared[] __attribute__((weak, visibility("hidden
   fail("deadlock: none of the %u threads left can go on:%s", num_alive, where);
 }
 
-static inline void yield() {
-  Fiber *me = running, *to = me->next;
+// Greedy orders stay in a warp while it can go on: others fall behind as far as barriers let them, which
+// shows a barrier that is missing between a tile's last reader and the next tile's writer.
+static inline bool is_greedy() { return thread_order > 1 && (thread_order & 1); }
+
+static inline Fiber* next_in_warp(Fiber* me) {
+  const unsigned first = (unsigned)(me - fibers) & ~31u;
+  for (unsigned step = 1; step < 32; ++step) {
+    const unsigned lane = (me->lane + step) & 31;
+    if (me->warp->alive >> lane & 1) return &fibers[first + lane];
+  }
+  return me;
+}
+
+static inline void yield(bool to_own_warp = false) {
+  Fiber *me = running, *to = to_own_warp && is_greedy() ? next_in_warp(me) : me->next;
   if (to == me) return;
   running = to;
   emulator_switch(&me->context, &to->context);
 }
 
 // Lets others run until `done()`. A whole round in which every thread only waited is a deadlock.
-template <class Done> static inline void wait_until(Done done, const char* what) {
+template <class Done> static inline void wait_until(Done done, const char* what, bool in_warp = false) {
   running->waits_in = what;
-  for (;;) {
-    yield();
+  for (unsigned turn = 0;; ++turn) {
+    yield(in_warp && turn < 2);  // whoever is missing may wait for another warp
     if (done()) break;
-    if (++num_idle_turns > 2 * num_alive + 8) deadlock();
+    if (++num_idle_turns > 8 * num_alive + 64) deadlock();
   }
   num_idle_turns = 0;
   running->waits_in = nullptr;
@@ -184,7 +197,7 @@ static inline const uint64_t* meet_warp(unsigned mask, int operation, const char
     m.arrived = 0;
     ++m.generation;
   } else {
-    wait_until([&m, mine] { return m.generation != mine; }, what);
+    wait_until([&m, mine] { return m.generation != mine; }, what, true);
   }
   return m.values[mine & 1];
 }

@@ -78,7 +78,7 @@ REPORTED: Final[list[tuple[str, list[Any], dict[str, int], str]]] = [
 ]
 
 
-@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("order", [0, 1, 3])
 @pytest.mark.parametrize(("entry", "arguments", "launch", "text"), REPORTED)
 def test_a_defect_is_an_error_that_names_the_kernel(
     entry: str, arguments: list[Any], launch: dict[str, int], text: str, order: int
@@ -103,6 +103,17 @@ def test_a_missing_barrier_shows_in_some_order_of_threads(
     assert any(not np.array_equal(result, wanted) for result in results)
 
 
+def test_a_warp_far_ahead_is_seen_in_a_greedy_order() -> None:
+    wanted = np.zeros(64, np.float32)
+    for row in floats(256).reshape(4, 64):
+        wanted += 4 * row[:32].sum()
+    results = [
+        run("missing_barrier_far_ahead", [floats(256)], block=64, order=order, result=64)
+        for order in (3, 5, 7)
+    ]
+    assert any(not np.array_equal(result, wanted) for result in results)
+
+
 @pytest.mark.parametrize(
     ("entry", "arguments", "bad"),
     [
@@ -119,7 +130,12 @@ def test_what_nobody_wrote_is_nan(entry: str, arguments: list[Any], bad: slice) 
 
 def test_every_broken_kernel_has_a_test() -> None:
     tested = {entry for entry, *_ in REPORTED}
-    tested |= {"missing_barrier", "missing_second_barrier", "copy_without_barrier"}
+    tested |= {
+        "missing_barrier",
+        "missing_second_barrier",
+        "copy_without_barrier",
+        "missing_barrier_far_ahead",
+    }
     tested |= {"unwritten_shared", "partly_unwritten", "short_copy_wait"}
     assert tested == set(parameters(BROKEN))
 
