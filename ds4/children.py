@@ -19,6 +19,7 @@ from ds4.pulse import PulseWatch, Stage
 
 FIRST_DELAY_S: Final = 0.1
 LONGEST_DELAY_S: Final = 10.0
+LONGEST_ONCE_READY_S: Final = 2.0  # the server has worked, and clients wait
 HEALTHY_AFTER_S: Final = 10.0  # a child that lived this long starts again with the first delay
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -103,11 +104,11 @@ class Child:
         if self._pulse is not None:
             self._pulse.forgive()
 
-    def schedule_restart(self) -> float:
+    def schedule_restart(self, longest_s: float | None = None) -> float:
         """Choose when to start again, later with each failure in a row; the delay in seconds."""
         now = time.monotonic()
         self.num_failures = 1 if now - self.started_at >= HEALTHY_AFTER_S else self.num_failures + 1
-        delay = float(min(FIRST_DELAY_S * 2.0 ** (self.num_failures - 1), LONGEST_DELAY_S))
+        delay = float(min(FIRST_DELAY_S * 2.0 ** (self.num_failures - 1), longest_s or LONGEST_DELAY_S))
         self.restart_at = now + delay
         return delay
 

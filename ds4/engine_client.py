@@ -44,16 +44,14 @@ from ds4.metrics import Metrics
 from ds4.ring.control import ControlPage
 from ds4.ring.front_end import FrontEndRing, RingStream
 from ds4.ring.states import WorkerState
-from ds4.suspects import SETTLE_S, Quarantine, Record, Turn, Turns
+from ds4.suspects import NONE_CAME, SETTLE_S, Quarantine, Record, Turn, Turns
 
 _log = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.05  # between attempts to hand a resumed request to a worker that is there but full
-_TURN_LOOK_S: Final = 0.5  # how often a suspect that waits looks whether there is a worker at all
 _MAX_RETRY_AFTER_S: Final = 60
 # Endings after which the same request can succeed on the next worker.
 _WORKER_LOST: Final = frozenset({ErrorCode.DEVICE, ErrorCode.SHUTTING_DOWN})
-_NONE_CAME: Final = "the worker was lost and none came back in time"
 _QUARANTINED: Final = "the worker crashed each time it worked on this request, which is not tried again"
 
 
@@ -233,30 +231,17 @@ class EngineClient:
                     except (RingFullError, RingUnavailableError):
                         await asyncio.sleep(_RETRY_S)
         except TimeoutError:
-            raise WorkerError(_NONE_CAME, code=ErrorCode.DEVICE) from None
+            raise WorkerError(NONE_CAME, code=ErrorCode.DEVICE) from None
         finally:
             self.num_resuming -= 1
 
     async def begin_turn(self) -> Turn:
-        """Wait until a suspect may go on.
-
-        Raises WorkerError when no worker came for `resume_timeout_s`.
-        """
-        loop = asyncio.get_running_loop()
+        """Wait until a suspect may go on. Raises WorkerError when that takes too long."""
         self.num_resuming += 1
-        waiting = asyncio.ensure_future(self._turns.begin())
-        attached_s = loop.time()
         try:
-            while not (await asyncio.wait((waiting,), timeout=_TURN_LOOK_S))[0]:
-                if self.ring.attached:
-                    attached_s = loop.time()
-                elif loop.time() - attached_s > self._settings.resume_timeout_s:
-                    raise WorkerError(_NONE_CAME, code=ErrorCode.DEVICE)
-            return waiting.result()
-        except BaseException:
-            if not waiting.cancel() and not waiting.cancelled() and waiting.exception() is None:
-                waiting.result().end()
-            raise
+            return await self._turns.wait(lambda: self.ring.attached, self._settings.resume_timeout_s)
+        except TimeoutError as error:
+            raise WorkerError(str(error), code=ErrorCode.DEVICE) from None
         finally:
             self.num_resuming -= 1
 

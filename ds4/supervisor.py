@@ -26,7 +26,7 @@ from typing import Final
 
 import msgspec
 
-from ds4.children import Child, ChildSpec, module_command
+from ds4.children import LONGEST_ONCE_READY_S, Child, ChildSpec, module_command
 from ds4.config import Settings, child_environment
 from ds4.errors import ConfigError
 from ds4.logs import setup_logging
@@ -164,7 +164,7 @@ class Supervisor:
         if code == EXIT_CONFIG and not self._was_ready:
             self._exit_code = EXIT_CONFIG  # it has said why, on the standard error we share
             return False
-        delay = child.schedule_restart()
+        delay = child.schedule_restart(LONGEST_ONCE_READY_S if self._was_ready else None)
         about = {"child": child.spec.name, "exit_code": code, "delay_s": delay}
         if not self._was_ready and child.num_failures >= MAX_FAILED_STARTS:
             _LOG.critical("child does not start, giving up", extra=about)

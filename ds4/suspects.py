@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SUSPECT_AFTER: Final = 2  # crashes
-PROOF_TOKENS: Final = 8  # new ones, that end a suspect's turn
+PROOF_TOKENS: Final = 3  # new ones, that end a suspect's turn: past what was in flight at the crash
 TURN_S: Final = 10.0  # the longest turn: a slow prompt or reader shall not hold up the others
 FORGIVE_AFTER_S: Final = 60.0  # of running since the latest crash, with
 FORGIVE_TOKENS: Final = 64  # new tokens: that crash was not ours
@@ -31,7 +31,11 @@ REMEMBER_S: Final = 600.0
 MAX_REMEMBERED: Final = 1000
 FOLDER: Final = "quarantine"
 SETTLE_S: Final = 0.3  # a few looks of a front end at its worker: each has to see whose turn it was
-_POLL_S: Final = 0.02
+NONE_CAME: Final = "the worker was lost and none came back in time"
+_MOST_OUTAGES: Final = 4  # a hunt takes about that many restarts of the worker
+_LOOK_S: Final = 0.5  # how often a suspect that waits looks whether there is a worker at all
+_POLL_S: Final = 0.005
+_GIVE_WAY_S: Final = 3 * _POLL_S  # who had the turn last lets other front ends come first
 
 
 class Record:
@@ -68,17 +72,42 @@ class Turns:
         self._take = take
         self._drop = drop
         self._lock = asyncio.Lock()  # first come, first served, within this front end
+        self._had_it_last = False
 
     async def begin(self) -> "Turn":
         """Wait for the turn."""
         await self._lock.acquire()
         try:
+            if self._had_it_last:
+                await asyncio.sleep(_GIVE_WAY_S)
             while not self._take():  # noqa: ASYNC110 - a lock of the kernel announces nothing
                 await asyncio.sleep(_POLL_S)
         except BaseException:
             self._lock.release()
             raise
+        self._had_it_last = True
         return Turn(self._release)
+
+    async def wait(self, is_attached: Callable[[], bool], limit_s: float) -> "Turn":
+        """`begin`, but not for ever. Raises TimeoutError, with the reason, after `limit_s` without a worker
+        or a few times that in all.
+        """
+        loop = asyncio.get_running_loop()
+        began_s = attached_s = loop.time()
+        waiting = asyncio.ensure_future(self.begin())
+        try:
+            while not (await asyncio.wait((waiting,), timeout=_LOOK_S))[0]:
+                if is_attached():
+                    attached_s = loop.time()
+                elif loop.time() - attached_s > limit_s:
+                    raise TimeoutError(NONE_CAME)
+                if loop.time() - began_s > _MOST_OUTAGES * limit_s:
+                    raise TimeoutError("the worker crashed again and again, and the request could not go on")
+            return waiting.result()
+        except BaseException:
+            if not waiting.cancel() and not waiting.cancelled() and waiting.exception() is None:
+                waiting.result().end()
+            raise
 
     def _release(self) -> None:
         self._drop()

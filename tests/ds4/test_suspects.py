@@ -69,6 +69,7 @@ def test_a_request_that_kills_the_worker_fails_alone_and_is_not_tried_again(tmp_
             # Two crashes to become a suspect, two alone; the last of them may still be dying.
             await until(lambda: sum(not worker.is_alive for worker in workers) == 4)
             for client in clients:  # also the one that never had it
+                await until(lambda client=client: client.ready)  # type: ignore[misc]
                 with pytest.raises(WorkerError, match="not tried again"):
                     client.generate(request, [1, _POISON, 3])
             assert await _read_all(clients[1].generate(request, [1, 2, 3])) == _SAID
@@ -127,6 +128,19 @@ def test_turns_are_one_at_a_time_and_end_by_themselves(monkeypatch: pytest.Monke
         last = await turns.begin()
         last.end()
         assert last.is_over
+
+    run(scenario)
+
+
+def test_nobody_waits_for_a_turn_for_ever() -> None:
+    async def scenario() -> None:
+        turns = Turns(lambda: False, lambda: None)
+        for is_attached, reason in ((False, "none came back"), (True, "again and again")):
+            with pytest.raises(TimeoutError, match=reason):
+                await turns.wait(lambda found=is_attached: found, 0.01)  # type: ignore[misc]
+        free = Turns(lambda: True, lambda: None)
+        (await free.wait(lambda: True, 60.0)).end()
+        (await free.wait(lambda: True, 60.0)).end()
 
     run(scenario)
 

@@ -314,7 +314,7 @@ def strike(plan: Plan) -> Outcome:
         model = write_tiny_model(Path(directory) / "tiny.gguf", shape=TinyShape(max_context_tokens=4096))
         flags = ["--device", "reference", "--front-ends", str(plan.front_ends), "--shared-dir", str(shared)]
         flags += ["--resume-attempts", "100", "--slots-per-front-end", str(plan.streams)]
-        flags += ["--front-end-timeout-s", "5", "--log-level", "info"]
+        flags += ["--front-end-timeout-s", "5", "--resume-timeout-s", "25", "--log-level", "info"]
         with serving(model, *flags) as server:
             run = Run(plan, server, shared)
             supervisor_bytes = resident_bytes(server.process.pid)
