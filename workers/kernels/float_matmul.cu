@@ -74,12 +74,12 @@ __device__ __forceinline__ void vector_product(float* out, int out_stride, int o
                 num_outputs, [&](int output) { return sums[r][output]; });
 }
 
-extern "C" __global__ void __launch_bounds__(256) float_vector_1(float* out, int out_stride, int out_offset, const void* weight, const float* bias, int num_outputs, int num_weight_rows, int num_inputs, const float* x, int num_rows, int epilogue) {
+extern "C" __global__ void __launch_bounds__(256, 4) float_vector_1(float* out, int out_stride, int out_offset, const void* weight, const float* bias, int num_outputs, int num_weight_rows, int num_inputs, const float* x, int num_rows, int epilogue) {
   __shared__ float sums[1][TILE_OUTPUTS];
   vector_product<1>(out, out_stride, out_offset, weight, bias, num_outputs, num_weight_rows, num_inputs, x, num_rows,
                     epilogue, sums);
 }
-extern "C" __global__ void __launch_bounds__(256) float_vector_4(float* out, int out_stride, int out_offset, const void* weight, const float* bias, int num_outputs, int num_weight_rows, int num_inputs, const float* x, int num_rows, int epilogue) {
+extern "C" __global__ void __launch_bounds__(256, 3) float_vector_4(float* out, int out_stride, int out_offset, const void* weight, const float* bias, int num_outputs, int num_weight_rows, int num_inputs, const float* x, int num_rows, int epilogue) {
   __shared__ float sums[4][TILE_OUTPUTS];
   vector_product<4>(out, out_stride, out_offset, weight, bias, num_outputs, num_weight_rows, num_inputs, x, num_rows,
                     epilogue, sums);
