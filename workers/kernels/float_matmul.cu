@@ -49,6 +49,7 @@ __device__ __forceinline__ void vector_product(float* out, int out_stride, int o
     float acc[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) acc[r] = 0;
+#pragma unroll 2
     for (int k = lane * PIECE; k < num_inputs; k += 32 * PIECE) {
       float w[PIECE];
       load_weights(w, weight, (size_t)weight_row * num_inputs + k);
@@ -79,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) float_vector_1(float* out, 
   vector_product<1>(out, out_stride, out_offset, weight, bias, num_outputs, num_weight_rows, num_inputs, x, num_rows,
                     epilogue, sums);
 }
-extern "C" __global__ void __launch_bounds__(256, 3) float_vector_4(float* out, int out_stride, int out_offset, const void* weight, const float* bias, int num_outputs, int num_weight_rows, int num_inputs, const float* x, int num_rows, int epilogue) {
+extern "C" __global__ void __launch_bounds__(256, 2) float_vector_4(float* out, int out_stride, int out_offset, const void* weight, const float* bias, int num_outputs, int num_weight_rows, int num_inputs, const float* x, int num_rows, int epilogue) {
   __shared__ float sums[4][TILE_OUTPUTS];
   vector_product<4>(out, out_stride, out_offset, weight, bias, num_outputs, num_weight_rows, num_inputs, x, num_rows,
                     epilogue, sums);

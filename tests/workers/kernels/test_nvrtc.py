@@ -31,7 +31,7 @@ _FEWEST: Final = {
     "matrix_32": 0.25,
     "matrix_64": 0.25,
     "float_vector_1": 0.5,
-    "float_vector_4": 0.35,
+    "float_vector_4": 0.25,
     "float_matrix": 0.4,
     "attend_row": 0.03,
     "attend_chunk": 0.12,
