@@ -79,7 +79,7 @@ def test_errors_are_the_exceptions_that_programs_catch(client: anthropic.Anthrop
     with pytest.raises(anthropic.BadRequestError) as refused:
         client.messages.create(model="m", max_tokens=5, messages=[])
     assert "messages" in str(refused.value)
-    with pytest.raises(anthropic.BadRequestError, match="context window"):
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         client.messages.create(
             model="m", max_tokens=5, messages=[{"role": "user", "content": "word " * 30_000}]
         )
