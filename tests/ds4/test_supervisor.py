@@ -57,6 +57,12 @@ sys.exit(supervisor.Supervisor(
 """
 
 
+def _take_terminal(terminal: int) -> None:
+    """Make it the controlling terminal; the tests may run under nohup, the server under test does not."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+
 class Harness:
     """A supervisor process over stand-in children, and the file in which they note what happens."""
 
@@ -87,7 +93,7 @@ class Harness:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=None if terminal is None else lambda: fcntl.ioctl(terminal, termios.TIOCSCTTY, 0),
+            preexec_fn=None if terminal is None else lambda: _take_terminal(terminal),
         )
 
     def events(self) -> list[str]:
