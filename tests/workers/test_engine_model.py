@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from ds4.generation import SamplingParams
 from ds4.model_file import ModelFile
 from tests.support.engine_rig import Client, EngineRig, run
-from tests.support.tiny_model import vocabulary, write_tiny_model
+from tests.support.request_mix import VOCAB_SIZE, prompt_of, sampling_of
+from tests.support.tiny_model import write_tiny_model
 from workers.devices.reference.device import ReferenceDevice
 from workers.model.program import Program
 from workers.model.registry import load_program
 
-VOCAB_SIZE = len(vocabulary())
 NUM_REQUESTS = 32
 MAX_TOKENS = 24
 
@@ -36,26 +35,6 @@ def rig_of(directory: Path, program: Program, **sizes: Any) -> EngineRig:
         vocab_size=VOCAB_SIZE,
         slots=NUM_REQUESTS,
         **{"seats": NUM_REQUESTS, "rows": 64, "pages": 512, **sizes},
-    )
-
-
-def prompt_of(number: int) -> list[int]:
-    shared = [5, 9, 13] * 11 if number % 2 else []
-    return shared + [(7 * number + 3 * index) % VOCAB_SIZE for index in range(1 + 5 * number % 37)]
-
-
-def sampling_of(number: int) -> SamplingParams:
-    if number % 4 == 0:
-        return SamplingParams(temperature=0.0)
-    return SamplingParams(
-        temperature=0.9,
-        top_k=40,
-        top_p=0.95,
-        repetition_penalty=1.2,
-        presence_penalty=0.3,
-        frequency_penalty=0.4,
-        seed=number,
-        num_logprobs=2 if number % 3 == 0 else -1,
     )
 
 

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
-from ds4.generation import SamplingParams
 from tests.support.engine_rig import Client, EngineRig, run
-from tests.support.tiny_model import TinyShape, vocabulary
+from tests.support.request_mix import VOCAB_SIZE, prompt_of, sampling_of
+from tests.support.tiny_model import TinyShape
 from tests.workers.devices.cuda.rig import needs_compiler, new_backend, tiny_program
 from workers.devices.cuda.device import CudaDevice
 from workers.model.program import Program
 
 pytestmark = needs_compiler
 
-VOCAB_SIZE = len(vocabulary())
 NUM_REQUESTS = 10
 MAX_TOKENS = 12
 
@@ -34,26 +33,6 @@ def rig_of(directory: Path, program: Program, **sizes: Any) -> EngineRig:
         make_device=lambda limits: CudaDevice(program, limits, new_backend(), batch_invariant=True),
         vocab_size=VOCAB_SIZE,
         **{"seats": NUM_REQUESTS, "rows": 32, "pages": 128, "context": 128, **sizes},
-    )
-
-
-def prompt_of(number: int) -> list[int]:
-    shared = [5, 9, 13] * 11 if number % 2 else []
-    return shared + [(7 * number + 3 * index) % VOCAB_SIZE for index in range(1 + 5 * number % 37)]
-
-
-def sampling_of(number: int) -> SamplingParams:
-    if number % 4 == 0:
-        return SamplingParams(temperature=0.0)
-    return SamplingParams(
-        temperature=0.9,
-        top_k=40,
-        top_p=0.95,
-        repetition_penalty=1.2,
-        presence_penalty=0.3,
-        frequency_penalty=0.4,
-        seed=number,
-        num_logprobs=2 if number % 3 == 0 else -1,
     )
 
 
