@@ -32,20 +32,20 @@ def _device_class(name: str) -> Any:
     return importlib.import_module("workers.devices.cpu.device").CpuDevice
 
 
-def _without_cpu(settings: Settings, error: ImportError) -> str:
+def _without_cpu(settings: Settings, reason: str, remedy: str) -> str:
     """What to run instead of the cpu device, with a warning. Raises ConfigError where it was asked for."""
     if settings.device == "cpu":
-        raise ConfigError(
-            f"the cpu device needs Numba, which cannot be imported ({error}); "
-            "install ds4-server[cpu] or use --device reference",
-            setting="device",
-        ) from None
+        raise ConfigError(f"{reason}; {remedy}use --device reference", setting="device")
     log.warning(
-        "the cpu device cannot be imported (%s): falling back to the NumPy reference, which is "
-        "10 to 20 times slower and takes four bytes a weight; install ds4-server[cpu]",
-        error,
+        "%s: falling back to the NumPy reference, which is 10 to 20 times slower and takes four bytes a weight",
+        reason,
     )
     return "reference"
+
+
+def _without_numba(settings: Settings, error: ImportError) -> str:
+    reason = f"the cpu device needs Numba, which cannot be imported ({error})"
+    return _without_cpu(settings, reason, "install ds4-server[cpu] or ")
 
 
 def _gpu(settings: Settings) -> Backend | None:
@@ -61,15 +61,15 @@ def _gpu(settings: Settings) -> Backend | None:
         return None
 
 
-def _choose(settings: Settings) -> str:
-    """The name of the device without a GPU: what was asked for, or the best that can be imported."""
+def _choose(settings: Settings, program: Program) -> str:
+    """The name of the device without a GPU: what was asked for, or the best that runs `program`."""
     if settings.device == "reference":
         return "reference"
     try:
-        importlib.import_module("workers.devices.cpu.device")
+        problem = _device_class("cpu").unsupported(program)
     except ImportError as error:
-        return _without_cpu(settings, error)
-    return "cpu"
+        return _without_numba(settings, error)
+    return _without_cpu(settings, problem, "") if problem else "cpu"
 
 
 def open_device(settings: Settings, model: ModelFile) -> tuple[Device, Limits]:
@@ -80,11 +80,11 @@ def open_device(settings: Settings, model: ModelFile) -> tuple[Device, Limits]:
     program, gpu = load_program(model), _gpu(settings)
     if gpu is not None:
         return opening.load(settings, model, program, gpu)
-    name = _choose(settings)
+    name = _choose(settings, program)
     try:
         return _open(name, settings, model, program)
     except ImportError as error:  # Numba itself is imported only where no compiled code is cached
-        return _open(_without_cpu(settings, error), settings, model, program)
+        return _open(_without_numba(settings, error), settings, model, program)
 
 
 def _open(name: str, settings: Settings, model: ModelFile, program: Program) -> tuple[Device, Limits]:

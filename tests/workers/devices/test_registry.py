@@ -10,7 +10,7 @@ import pytest
 from ds4.config import Settings
 from ds4.errors import ConfigError
 from ds4.model_file import ModelFile
-from tests.support.tiny_model import write_tiny_model
+from tests.support.tiny_model import TinyShape, write_tiny_model
 from tests.workers.kernels.rig import needs_compiler
 from workers.devices import registry
 from workers.devices.cuda import opening
@@ -105,6 +105,23 @@ def test_without_the_cpu_device_auto_falls_back_with_one_warning(
     (record,) = caplog.records
     assert "slower" in record.getMessage()
     with pytest.raises(ConfigError, match="needs Numba"):
+        open_device(Settings(device="cpu"), model)
+
+
+def test_a_model_that_the_cpu_device_cannot_run_falls_back_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("numba", reason="the CPU engine needs numba")
+    shape = TinyShape(hidden_size=96, num_heads=4, num_kv_heads=2, head_size=24)
+    model = ModelFile.open(write_tiny_model(tmp_path / "odd.gguf", shape=shape))
+    with caplog.at_level(logging.WARNING):
+        device, _ = open_device(Settings(batched_sessions=2), model)
+    assert device.name == "reference"
+    device.close()
+    (record,) = caplog.records
+    assert "head size that is a multiple of 16, and this model has 24" in record.getMessage()
+    assert "slower" in record.getMessage()
+    with pytest.raises(ConfigError, match=r"head size .* 24; use --device reference"):
         open_device(Settings(device="cpu"), model)
 
 

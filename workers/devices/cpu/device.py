@@ -17,7 +17,7 @@ from workers.devices.cpu.control import Control
 from workers.devices.cpu.formats import record_stride
 from workers.devices.cpu.machine_code import load_machine_code
 from workers.devices.cpu.packing import weight_bytes
-from workers.devices.cpu.plan import Plan
+from workers.devices.cpu.plan import Plan, unsupported
 from workers.devices.cpu.pool import ThreadPool, physical_cores
 from workers.devices.cpu.target import Target, host_target
 from workers.devices.cpu.tuner import ThreadTuner
@@ -69,6 +69,11 @@ class CpuDevice:
     def weight_bytes(program: Program) -> int:
         """Memory that the weights would take."""
         return weight_bytes(program)
+
+    @staticmethod
+    def unsupported(program: Program) -> str | None:
+        """What of `program` this device cannot run; None where it runs all of it."""
+        return unsupported(program)
 
     def seat(self, seat: int, params: SeatParams) -> None:
         """Give `seat` to a new sequence before its first row is submitted."""

@@ -10,6 +10,7 @@ import msgspec
 from workers.devices.cpu.target import Target
 from workers.devices.interface import PAGE_TOKENS
 
+HEAD_UNIT: Final = 16  # head sizes are multiples of it: kernels work on whole vectors
 CHUNK_PAGES: Final = 32  # whose scores are held at once
 RUN_PAGES: Final = 64  # a power of two; whose keys (or values) of one head lie in a row
 CHUNK_KEYS: Final = CHUNK_PAGES * PAGE_TOKENS

@@ -24,7 +24,7 @@ from workers.devices.cpu.formats import (
     padded_outputs,
     record_stride,
 )
-from workers.devices.cpu.groups import RUN_PAGES, group_sizes, page_bytes
+from workers.devices.cpu.groups import HEAD_UNIT, RUN_PAGES, group_sizes, page_bytes
 from workers.devices.cpu.packing import Matrix, Packer, Rows
 from workers.devices.cpu.spec import StepSpec
 from workers.devices.cpu.target import Target
@@ -44,6 +44,9 @@ from workers.model.program import (
 )
 
 _F32_BYTES: Final = 4
+_OPERATIONS: Final = (
+    Embed, Norm, QkvMatmul, RopeAppend, Attention, OutputMatmul, GateUpMatmul, DownMatmul, Logits,
+)  # fmt: skip
 
 
 def _bits(value: float) -> int:
@@ -73,7 +76,8 @@ class Plan:
 
     def __init__(self, program: Program, limits: Limits, target: Target, max_threads: int) -> None:
         self.sizes = sizes = program.dimensions
-        self._check(program)
+        if problem := unsupported(program):
+            raise ConfigError(f"{problem}; use --device reference", setting="device")
         self._limits = limits
         self._packer = Packer(has_unsigned_dot=target.has_unsigned_dot)
         self._matrices: dict[tuple[str, ...], Matrix] = {}
@@ -135,22 +139,6 @@ class Plan:
     def packed_bytes(self) -> int:
         """Size of the weights in memory."""
         return len(self._arena)
-
-    @staticmethod
-    def _check(program: Program) -> None:
-        sizes = program.dimensions
-        for name, size, unit in (
-            ("hidden size", sizes.hidden_size, BLOCK_INPUTS),
-            ("feed-forward size", sizes.ffn_size, BLOCK_INPUTS),
-            ("attention size", sizes.num_heads * sizes.head_size, BLOCK_INPUTS),
-            ("head size", sizes.head_size, 16),
-        ):
-            if size % unit:
-                raise ConfigError(
-                    f"the cpu device needs a {name} that is a multiple of {unit}, and this model has {size}; "
-                    "use --device reference",
-                    setting="device",
-                )
 
     @staticmethod
     def _count_consumers(program: Program) -> dict[str, bool]:
@@ -231,7 +219,7 @@ class Plan:
                 return [self._residual(operation.weight, self._second, self._act_floats.address, stride)]
             case Logits():
                 return self._head(operation)
-        raise ConfigError(f"the cpu device cannot run {type(operation).__name__}", setting="device")
+        raise AssertionError(f"unsupported() knows no kernels for {type(operation).__name__}")
 
     def _embed(self, operation: Embed) -> "list[int | Matrix]":
         matrix = self._matrix([Rows(tensor=operation.table)])
@@ -403,6 +391,23 @@ class Plan:
 
 
 _FORMS: Final = ("records", "floats")
+
+
+def unsupported(program: Program) -> str | None:
+    """What of `program` the engine has no kernels for; None where it runs all of it."""
+    sizes = program.dimensions
+    for name, size, unit in (
+        ("hidden size", sizes.hidden_size, BLOCK_INPUTS),
+        ("feed-forward size", sizes.ffn_size, BLOCK_INPUTS),
+        ("attention size", sizes.num_heads * sizes.head_size, BLOCK_INPUTS),
+        ("head size", sizes.head_size, HEAD_UNIT),
+    ):
+        if size % unit:
+            return f"the cpu device needs a {name} that is a multiple of {unit}, and this model has {size}"
+    for operation in program.operations:
+        if not isinstance(operation, _OPERATIONS):
+            return f"the cpu device cannot run {type(operation).__name__}"
+    return None
 
 
 def adjacent_pairs(num_heads: int, head_size: int, rotary_size: int) -> NDArray[np.int64]:
