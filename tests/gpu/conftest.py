@@ -1,5 +1,9 @@
-"""The GPU in the emulator's place, for every test of this folder; a skip that says why where there is none."""
+"""The GPU in the emulator's place, for every test of this folder; a skip that says why where there is none.
 
+With DS4_TEST_GPU set a GPU is promised: then one that is missing ends the run with an error.
+"""
+
+import os
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -23,11 +27,14 @@ def problem() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is in this folder where there is no GPU."""
-    if reason := problem():
-        for item in items:
-            if item.path.is_relative_to(_HERE):
-                item.add_marker(pytest.mark.skip(reason=f"no GPU: {reason}"))
+    """Skip what is in this folder where there is no GPU. Raises UsageError where one was promised."""
+    ours = [item for item in items if item.path.is_relative_to(_HERE)]
+    if not ours or not (reason := problem()):
+        return
+    if os.environ.get("DS4_TEST_GPU"):  # noqa: TID251 - a promise to the tests, no setting
+        raise pytest.UsageError(f"DS4_TEST_GPU promises a GPU, but there is none: {reason}")
+    for item in ours:
+        item.add_marker(pytest.mark.skip(reason=f"no GPU: {reason}"))
 
 
 @cache

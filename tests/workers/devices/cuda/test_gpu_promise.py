@@ -1,0 +1,38 @@
+"""The tests of tests/gpu where there is no GPU: skipped with the reason, or an error where one was promised."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.conftest import problem
+
+ROOT = Path(__file__).parents[4]
+
+
+def collect(promise: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "DS4_TEST_GPU": promise}  # noqa: TID251 - how the tests are promised a GPU
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        "tests/gpu/test_dense.py",
+    ]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(not problem(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("promise", "code", "said"),
+    [("", pytest.ExitCode.OK, "no GPU: "), ("1", pytest.ExitCode.USAGE_ERROR, "DS4_TEST_GPU promises a GPU")],
+)
+def test_a_missing_gpu_is_a_skip_or_an_error(promise: str, code: pytest.ExitCode, said: str) -> None:
+    done = collect(promise)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert said in done.stdout + done.stderr
