@@ -4,11 +4,12 @@ Owns: everything on the device, and the steps in flight. Runs in: the worker's t
 the engine plans. Source: `launches` for the model, `sampling` for the draw, `graphs` for when a step is
 replayed. It knows one backend, which is the GPU or, in tests, the emulator.
 
-A step is: copies of its input, the forward pass, the draw, a copy of the results, an event. All are queued at
-once, but for steps with constrained rows: their draw needs masks that need the tokens of the step before, so
+A step is: copies of its input, the forward pass (of decode rows a graph), the draw, a copy of the results, an event.
+All are queued at once, but for steps with constrained rows: their draw needs masks that need the tokens of the step before, so
 it is queued when those were read; the forward pass runs meanwhile.
 """
 
+import logging
 import time
 from bisect import bisect_left
 from collections import deque
@@ -31,6 +32,8 @@ from workers.devices.interface import DeviceFaultError, Limits, SeatParams, Step
 from workers.kernels import catalogue
 from workers.model.program import Program
 
+log = logging.getLogger(__name__)
+
 # Numbers of rows that between them use every kernel there is for some number of rows.
 _KINDS_OF_ROWS: Final = (1, 2, 3, 5, 9, 17, 129)
 
@@ -43,6 +46,9 @@ class _Flight(msgspec.Struct):
     generations: NDArray[np.int64]  # [samples] which sequence on that seat
     block: Block
     constrained: list[int]  # seats
+    reports: (
+        bool  # whether a row's log-probabilities were asked for: its seat may be another's when it is read
+    )
     submitted_s: float
     event: Event | None = None  # None: its draw is held back
     failed: frozenset[int] = frozenset()  # seats whose constraint knows no next token
@@ -153,6 +159,25 @@ class CudaDevice:
         """How many sizes of step are replayed by now."""
         return self._graphs.num_graphs
 
+    def warm_up(self) -> None:
+        """Run a decode step of nobody's rows of every size and capture it, so that no stream waits for that.
+
+        Raises DeviceFaultError, MemoryError.
+        """
+        started_s = time.monotonic()
+        nobody = StepBatch(self._limits)
+        log.info("capturing decode steps", extra={"sizes": ",".join(map(str, self._buckets))})
+        for rows in self._buckets:
+            block, _ = self._inputs.stage(nobody, rows, rows)
+            self._sampler.upload_seats()
+            self._run_decode(block)
+            self._sampler.launch(block, self._launches.logits, adjusts=True)
+            self._backend.synchronise()  # the staging memory is free for the next size
+        log.info(
+            "decode steps are warm",
+            extra={"graphs": self.num_graphs, "after_s": round(time.monotonic() - started_s, 2)},
+        )
+
     def logits(self) -> NDArray[np.float32]:
         """Logits [num_samples, vocab_size] of the step that was collected last, before another: for tests."""
         assert not self._flights
@@ -197,26 +222,25 @@ class CudaDevice:
             generations=self._generations[seats],
             block=block,
             constrained=self._sampler.constrained(seats),
+            reports=self._sampler.reports(seats),
             submitted_s=time.perf_counter(),
         )
         self._next_stage = (self._next_stage + 1) % inputs.NUM_STAGES
-        adjusts = self._sampler.adjusts(seats)
-        is_held = bool(flight.constrained)
-
-        def launch() -> None:
-            self._launches.run(block)
-            if samples and not is_held:
-                self._sampler.launch(block, self._launches.logits, adjusts=adjusts)
-
         if is_decode and samples:
-            self._graphs.run((rows, adjusts, is_held), launch)
+            self._run_decode(block)
         else:
-            launch()
-        if not is_held:
+            self._launches.run(block)
+        if not flight.constrained:
+            if samples:
+                self._sampler.launch(block, self._launches.logits, adjusts=self._sampler.adjusts(seats))
             self._finish(flight)
         elif not self._flights:
             self._draw_constrained(flight)
         self._flights.append(flight)
+
+    def _run_decode(self, block: Block) -> None:
+        """Queue the forward pass of decode rows: the same launches for every step of this size."""
+        self._graphs.run(block.num_rows, lambda: self._launches.run(block))
 
     def _finish(self, flight: _Flight) -> None:
         """Queue the way back of the results."""
@@ -237,7 +261,7 @@ class CudaDevice:
         assert flight.event is not None
         self._backend.synchronise(flight.event)
         self._flights.popleft()
-        self._sampler.read(flight.stage, flight.seats, result)
+        self._sampler.read(flight.stage, len(flight.seats), result, reports=flight.reports)
         now = time.perf_counter()
         result.elapsed_s = now - max(flight.submitted_s, self._collected_s)
         self._collected_s = now

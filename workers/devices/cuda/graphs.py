@@ -1,10 +1,11 @@
-"""Decode steps as captured graphs, one for each size of batch that was met.
+"""Decode steps as captured graphs, one for each size of batch.
 
 Owns: the graphs. Runs in: the worker's thread, inside `submit`. Source: gpu.md's measurement that launching
 some three hundred kernels from Python takes longer than they run; a graph is one call.
 
 A batch is padded to the next bucket. The first step of a size runs eagerly, so that every kernel is loaded and the
-step has its results, and is captured right after for the steps to come.
+step has its results, and is captured right after for the steps to come. `CudaDevice.warm_up` makes that first step
+one of nobody's at load; where it was not called, the first stream of a size waits for the capture.
 """
 
 import logging

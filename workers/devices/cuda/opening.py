@@ -60,6 +60,7 @@ def load(
     started_s = time.monotonic()
     try:
         device = CudaDevice(program, plan.limits, backend, batch_invariant=settings.batch_invariant)
+        device.warm_up()
     except MemoryError as error:
         raise ConfigError(
             f"the GPU's memory ran out while {model.path} was loaded ({error}); lower --gpu-memory-fraction "

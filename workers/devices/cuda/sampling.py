@@ -169,6 +169,10 @@ class DeviceSampler:
         """Whether logits of one of these seats may have to be changed before the draw."""
         return bool((self._table.needs[seats] & ADJUSTS).any())
 
+    def reports(self, seats: NDArray[np.int32]) -> bool:
+        """Whether one of these seats asks for log-probabilities."""
+        return bool((self._table.num_logprobs[seats] != NO_LOGPROBS).any())
+
     def launch(self, block: Block, logits: DeviceArray, *, adjusts: bool) -> None:
         """Queue the draw. logits: [samples, vocab_size] float32. `adjusts`: also where a seat is constrained."""
         vocab, rows = self.vocab_size, (block.positions, block.sample_rows, block.sample_seats)
@@ -191,14 +195,13 @@ class DeviceSampler:
         """Queue the copy of the results of `count` samples to the pinned memory of `stage`."""
         self._backend.download(self._results, self._stages[stage][: count * RESULT.itemsize])
 
-    def read(self, stage: int, seats: NDArray[np.int32], result: StepResult) -> None:
-        """Fill `result` from the pinned memory of `stage`, whose copy is done, for samples of `seats`."""
-        count = result.num_samples = len(seats)
+    def read(self, stage: int, count: int, result: StepResult, *, reports: bool) -> None:
+        """Fill `result` from the pinned memory of `stage`, whose copy is done."""
+        result.num_samples = count
         found = self._stages[stage][: count * RESULT.itemsize].view(RESULT)
         result.token_ids[:count] = found["token"]
         result.ok[:count] = found["ok"] != 0
-        # A seat may belong to another sequence by now; then nobody reads the row.
-        if (self._table.num_logprobs[seats] != NO_LOGPROBS).any():
+        if reports:
             result.logprobs[:count] = found["logprob"]
             result.top_ids[:count] = found["top_ids"]
             result.top_logprobs[:count] = found["top_logprobs"]

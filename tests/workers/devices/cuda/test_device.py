@@ -311,6 +311,16 @@ def test_the_most_rows_and_seats_fit(program: Program) -> None:
             assert result.ok[:20].all()
 
 
+def test_no_step_captures_once_it_is_warm(float_program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair(float_program) as both:
+        both.cuda.warm_up()
+        assert both.cuda.num_graphs == 4  # of 1, 2, 4 and 8 rows
+        monkeypatch.setattr(both.cuda._backend, "begin_capture", None)
+        prompts = [PROMPT, PROMPT[3:9], [40], PROMPT[:17]]
+        assert both.driver.generate(prompts, 6) == both.oracle.generate(prompts, 6)
+        assert both.cuda.num_graphs == 4
+
+
 def test_the_order_of_threads_changes_no_bit(program: Program) -> None:
     found = []
     for order in (0, 1, 7):

@@ -11,7 +11,7 @@ from tests.support.device_driver import small_limits
 from tests.workers.devices.cuda.rig import PROMPT, Pair, needs_compiler, pair, tiny_program
 from workers.devices.interface import PREVIOUS_SAMPLE, Device, SeatParams, StepBatch, StepResult
 from workers.model.program import Program
-from workers.sampling.interface import NO_TOKEN, MaskSource, MaskWork
+from workers.sampling.interface import Constraint, MaskSource
 
 pytestmark = needs_compiler
 
@@ -37,16 +37,19 @@ class Source:
     def __init__(self, modulus: int = 5) -> None:
         self.modulus = modulus
 
-    def compute(self, work: Sequence[MaskWork], masks: NDArray[np.uint32]) -> None:
-        for item in work:
-            steps = item.constraint
+    def accept(self, drawn: Sequence[tuple[Constraint, int]]) -> list[Sequence[int]]:
+        for steps, token_id in drawn:
             assert isinstance(steps, Steps)
-            if item.token_id != NO_TOKEN:
-                steps.tokens.append(item.token_id)
+            steps.tokens.append(token_id)
+        return [()] * len(drawn)
+
+    def compute(self, wanted: Sequence[tuple[Constraint, int]], masks: NDArray[np.uint32]) -> None:
+        for steps, seat in wanted:
+            assert isinstance(steps, Steps)
             if len(steps.tokens) >= steps.limit:
                 steps.failure = "no way on"
             allowed = np.arange(masks.shape[1] * 32) % self.modulus == len(steps.tokens) % self.modulus
-            masks[item.seat] = np.packbits(allowed, bitorder="little").view(np.uint32)
+            masks[seat] = np.packbits(allowed, bitorder="little").view(np.uint32)
 
 
 @pytest.fixture(scope="module")

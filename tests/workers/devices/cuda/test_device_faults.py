@@ -105,6 +105,27 @@ def test_a_step_that_cannot_be_captured_runs_all_the_same(
     assert "not permitted when stream is capturing" in record.getMessage()
 
 
+def test_a_gpu_that_cannot_capture_is_warm_with_one_warning(
+    program: Program, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = Faulty()
+    backend.broken_entry, backend.only_in_capture = "rope_append", True
+    backend.error = DeviceFaultError("operation not permitted when stream is capturing")
+    with pair(program, make_backend=lambda: backend) as both, caplog.at_level(logging.WARNING):
+        both.cuda.warm_up()
+        assert both.driver.step({0: PROMPT}).ok[0]
+    (record,) = caplog.records
+    assert "they run slower" in record.getMessage()
+
+
+def test_a_fault_in_the_warm_up_belongs_to_the_load(tmp_path: Path) -> None:
+    backend = Faulty()
+    backend.broken_entry = "rope_append"
+    model = ModelFile.open(write_tiny_model(tmp_path / "tiny.gguf"))
+    with pytest.raises(ConfigError, match=r"failed while .*tiny.gguf was loaded: .*rope_append"):
+        opening.load(Settings(batched_sessions=2), model, load_program(model), backend)
+
+
 def test_memory_that_runs_out_at_load_says_what_to_lower(tmp_path: Path) -> None:
     class Shrinking(EmulatorBackend):
         """Says it has more memory than it has, as when another process takes some meanwhile."""

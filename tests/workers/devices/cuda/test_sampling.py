@@ -66,7 +66,7 @@ class Both:
         self.device.download(0, count)
         self.backend.synchronise()
         ours, oracle = StepResult(LIMITS.max_seats), StepResult(LIMITS.max_seats)
-        self.device.read(0, of, ours)
+        self.device.read(0, len(of), ours, reports=self.device.reports(of))
         self.host.sample(logits.copy(), batch.sample_seats[:count], after, oracle)
         return ours, oracle
 
