@@ -6,6 +6,7 @@ the code owns is looked up: settings, paths, targets, metrics, signals and times
 
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ ROOT: Final = Path(__file__).parents[1]
 VARIABLES: Final = {setting.variable for setting in config.TABLE}
 COMPOSE: Final[dict[str, Any]] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: Final[dict[str, dict[str, Any]]] = COMPOSE["services"]
-OURS: Final = ("front", "worker", "worker-cpu")
+OURS: Final = ("front", "worker", "worker-cpu", "worker-gpu")
 DOCKERFILE: Final = (ROOT / "configs/docker/Dockerfile").read_text()
 
 
@@ -77,6 +78,22 @@ def test_profiles_leave_the_plain_start_complete() -> None:
     plain = {name for name, service in SERVICES.items() if not service.get("profiles")}
     assert plain == {"nginx", "front", "worker"}
     assert SERVICES["worker-cpu"]["profiles"] == ["cpu"]
+    assert SERVICES["worker-gpu"]["profiles"] == ["gpu"]
+
+
+def test_the_gpu_worker_asks_for_one_gpu_and_has_what_the_device_imports() -> None:
+    (reserved,) = SERVICES["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert reserved == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    assert not any("deploy" in SERVICES[name] for name in ("worker", "worker-cpu"))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (default,) = re.findall(r"^ARG CUDA=(\d+)$", DOCKERFILE, re.MULTILINE)
+    assert SERVICES["worker-gpu"]["build"]["args"]["CUDA"] == f"${{CUDA:-{default}}}"
+    assert '".[cpu,cuda${CUDA}]"' in DOCKERFILE
+    for version in ("12", default):
+        assert any(package.startswith(f"cupy-cuda{version}x") for package in extras[f"cuda{version}"])
+    final = DOCKERFILE[DOCKERFILE.index(" AS worker-gpu") :]
+    assert "COPY --from=build-gpu /opt/ds4 /opt/ds4" in final
+    assert "DS4_SERVER_DEVICE=cuda" in final
 
 
 def test_build_targets_exist_and_run_unprivileged_as_the_owner_of_the_ring() -> None:
