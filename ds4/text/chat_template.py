@@ -7,8 +7,10 @@ Everything that comes from the client is guarded (ds4/text/markers.py) before th
 """
 
 import hashlib
+import json
 import logging
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
@@ -16,8 +18,9 @@ import msgspec
 from ds4.errors import RequestError
 from ds4.model_file import ModelFile
 from ds4.text.markers import GUARD
-from ds4.text.template_sandbox import compile_template, render_template
+from ds4.text.template_sandbox import compile_template, free_variables, render_template
 from ds4.text.tokenizer import Tokenizer
+from ds4.text.tool_history import described, one_call_each
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,16 @@ CHATML: Final = (
 )
 _PROBE: Final = "probe of the content"
 _LONG_ID: Final = "call_probe0001"
+_PROBE_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "probe_tool",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string"}, "options": {"type": "object"}},
+        },
+    },
+}
 _TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text"})
 _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
@@ -47,6 +60,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._template = compile_template(source)
         self._tool_template = compile_template(tool_source) if tool_source else self._template
+        self._variables = free_variables(source) | free_variables(tool_source or "")
         self._no_tools: list[Any] | None = None
         if not self._understands(_user(_PROBE)):
             self._no_tools = []  # a template made for tools may walk through them without asking
@@ -65,6 +79,12 @@ class ChatTemplate:
         )
         self.shows_results: Final = self._understands(_user("?") + call + _tool_result(_PROBE))
         self.takes_system: Final = self._understands([{"role": "system", "content": _PROBE}, *_user("?")])
+        # Written for tools that say everything: with less, some templates fail.
+        self._needs_descriptions = self._shows_tool(_PROBE_TOOL) is None
+        self.takes_tools: Final = bool(
+            self._shows_tool(described(_PROBE_TOOL) if self._needs_descriptions else _PROBE_TOOL)
+        )
+        self.shows_several_calls: Final = not self.shows_calls or self._shows_several_calls()
 
     @classmethod
     def from_model(cls, model: ModelFile, tokenizer: Tokenizer) -> "ChatTemplate":
@@ -80,11 +100,6 @@ class ChatTemplate:
             logger.warning("the model's chat template cannot be used; chat uses ChatML reason=%s", error)
             return cls(CHATML, tokenizer, is_default=True)
 
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the template does anything with `tools`."""
-        return "tools" in self.all_source
-
     def _understands(self, messages: list[dict[str, Any]]) -> bool:
         """Whether the probe comes out as text, and not inside Python's idea of a list or an object."""
         try:
@@ -92,6 +107,27 @@ class ChatTemplate:
         except RequestError:
             return False
         return _PROBE in text and not any(sign in text for sign in ("'type'", '"type": "text"', "{'probe'"))
+
+    def _shows_tool(self, tool: Mapping[str, Any]) -> bool | None:
+        """Whether the prompt tells the model of this tool; None where the template fails."""
+        try:
+            text = self._render(self._tool_template, _user("?"), [tool], True, {})
+        except RequestError:
+            return None
+        return tool["function"]["name"] in text
+
+    def _shows_several_calls(self) -> bool:
+        """Whether two calls of one message come out; Llama's templates refuse them, others drop one."""
+        arguments = '{"word": ""}' if self._takes_json_arguments else {"word": ""}
+        calls = _tool_call(arguments, name="first_probe")[0]["tool_calls"]
+        calls = calls + _tool_call(arguments, "probe0002", name="second_probe")[0]["tool_calls"]
+        messages = [*_user("?"), {"role": "assistant", "content": "", "tool_calls": calls}]
+        messages += _tool_result("", name="first_probe") + _tool_result("", "probe0002", name="second_probe")
+        try:
+            text = self._render(self._tool_template, messages, self._no_tools, True, {})
+        except RequestError:
+            return False
+        return "first_probe" in text and "second_probe" in text
 
     def _refuses_long_ids(self) -> bool:
         """Mistral's templates raise for ids of calls that have not nine characters."""
@@ -119,6 +155,13 @@ class ChatTemplate:
     ) -> str:
         tokenizer = self._tokenizer
         bos_id, eos_id = tokenizer.bos_id, tokenizer.eos_id
+        if "functions" in self._variables:  # FireFunction's names for the tools and the time
+            functions = [tool.get("function", tool) for tool in tools or ()]
+            kwargs = {
+                "datetime": datetime.now(UTC).strftime("%b %d %Y %H:%M:%S GMT"),
+                "functions": json.dumps(functions, ensure_ascii=False, indent=4),
+                **kwargs,
+            }
         return render_template(
             template,
             {
@@ -144,6 +187,10 @@ class ChatTemplate:
         `messages` as in OpenAI's API; contents must be text. `kwargs` become template variables.
         Raises RequestError where the template refuses, with its message.
         """
+        if not self.shows_several_calls:
+            messages = one_call_each(messages)
+        if tools and self._needs_descriptions:
+            tools = [described(tool) for tool in tools]
         extra = self._guard(dict(kwargs or {}))
         if reserved := sorted(_RESERVED & extra.keys()):
             raise RequestError(f"{reserved[0]} cannot be set for the template", param="chat_template_kwargs")
@@ -223,13 +270,13 @@ def _user(content: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def _tool_call(arguments: Any, call_id: str = "probe0001") -> list[dict[str, Any]]:
-    call = {"id": call_id, "type": "function", "function": {"name": "probe", "arguments": arguments}}
+def _tool_call(arguments: Any, call_id: str = "probe0001", name: str = "probe") -> list[dict[str, Any]]:
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
     return [{"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
-def _tool_result(content: str, call_id: str = "probe0001") -> list[dict[str, Any]]:
-    return [{"role": "tool", "content": content, "tool_call_id": call_id, "name": "probe"}]
+def _tool_result(content: str, call_id: str = "probe0001", name: str = "probe") -> list[dict[str, Any]]:
+    return [{"role": "tool", "content": content, "tool_call_id": call_id, "name": name}]
 
 
 def _short_id(call_id: str) -> str:

@@ -34,12 +34,17 @@ class ThinkTags(msgspec.Struct, frozen=True):
         return rendered + opening + self.closing()
 
 
-# Most families (DeepSeek, Qwen, GLM, …) use the first; Mistral, Seed and Cohere have their own.
+# Most families (DeepSeek, Qwen, GLM, …) use the first; Mistral, Seed, Cohere, Gemma, Apertus, MiniMax M3
+# and Hunyuan have their own.
 _KNOWN: Final = (
     ThinkTags("<think>", "</think>"),
     ThinkTags("[THINK]", "[/THINK]"),
     ThinkTags("<seed:think>", "</seed:think>"),
     ThinkTags("<|START_THINKING|>", "<|END_THINKING|>"),
+    ThinkTags("<|channel>thought", "<channel|>"),
+    ThinkTags("<|inner_prefix|>", "<|inner_suffix|>"),
+    ThinkTags("<mm:think>", "</mm:think>"),
+    ThinkTags("<think:opensource>", "</think:opensource>"),
 )
 
 

@@ -1,6 +1,6 @@
 """A Jinja sandbox with limits: what a chat template from a stranger's file may cost us.
 
-Owns: `compile_template`, `render_template`. Runs in: front ends. Source: Jinja's sandbox forbids
+Owns: `compile_template`, `free_variables`, `render_template`. Runs in: front ends. Source: Jinja's sandbox forbids
 dangerous attributes; the limits on time, size and depth are ours. The functions and tags that
 templates expect (`raise_exception`, `strftime_now`, `tojson`, `generation`) are those of Hugging
 Face transformers.
@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Final, NoReturn
 
-from jinja2 import Environment, Template, TemplateError, nodes, pass_environment
+from jinja2 import Environment, Template, TemplateError, meta, nodes, pass_environment
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
@@ -362,6 +362,11 @@ def compile_template(source: str) -> Template:
         raise ValueError(f"{error} (line {getattr(error, 'lineno', '?')})") from None
     except (RecursionError, SyntaxError, MemoryError):
         raise ValueError("it is nested too deeply") from None
+
+
+def free_variables(source: str) -> frozenset[str]:
+    """The variables that a template, which compiles, reads and does not set itself."""
+    return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
 
 
 def render_template(template: Template, variables: Mapping[str, Any]) -> str:

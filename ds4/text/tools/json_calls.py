@@ -54,20 +54,28 @@ def read_close(source: ArrivingText, closers: Markers) -> Waiting[None]:
 class JsonCalls:
     """One family's markers. Immutable.
 
-    `is_bare`: a whole output may be calls without a marker. Then, and only then, the name must be that of
-    a tool, since anything may begin with a bracket.
+    `is_bare`: a whole output may be calls without a marker. Then the name must be that of a tool, since
+    anything may begin with a bracket; `known_only` asks the same of calls with a marker.
     """
 
-    def __init__(self, openers: tuple[str, ...], closers: tuple[str, ...] = (), *, is_bare: bool = False):
+    def __init__(
+        self,
+        openers: tuple[str, ...],
+        closers: tuple[str, ...] = (),
+        *,
+        is_bare: bool = False,
+        known_only: bool = False,
+    ) -> None:
         self.openers: Final = openers
         self.markers: Final = openers + closers
         self.is_bare: Final = is_bare
+        self._known_only = known_only
         self._closers = Markers(closers)
         self._ends = Markers(closers or openers)
 
     def calls(self, source: ArrivingText, sink: EventSink, opener: str) -> Waiting[bool]:
         """One object, a list of them, or several after each other."""
-        known_only = not opener
+        known_only = self._known_only or not opener
         between = SPACE if self._closers.texts else SPACE + ",;"
         yield from source.skip(SPACE)
         is_list = yield from source.literal("[")

@@ -1,7 +1,7 @@
 """Tool calls of which markers tell the name and where the JSON arguments begin.
 
 Owns: `MarkedCalls`, `MistralCalls`, `LlamaCalls`. Runs in: front ends. Source: the chat templates of
-DeepSeek V3 and R1, Kimi K2, Mistral, Llama 3 and Functionary.
+DeepSeek V3 and R1, Kimi K2, Solar, Mistral, Llama 3 and Functionary 3.1.
 """
 
 import re
@@ -17,13 +17,19 @@ _KIMI_ID: Final = re.compile(r"(?:functions\.)?(.+?)(?::[0-9]+)?")
 
 
 class MarkedCalls:
-    """Calls, each with its own markers, in a section that has two more. Immutable."""
+    """Calls, each with its own markers, in a section that has two more. Immutable.
+
+    `name_open`: the marker before the name, where an id stands first.
+    """
 
     is_bare: Final = False
 
-    def __init__(self, section: tuple[str, str], call_open: str, middle: str, call_close: str) -> None:
+    def __init__(
+        self, section: tuple[str, str], call_open: str, middle: str, call_close: str, *, name_open: str = ""
+    ) -> None:
         self.openers: Final = (section[0], call_open)
-        self.markers: Final = (*section, call_open, middle, call_close)
+        self.markers: Final = (*section, call_open, middle, call_close, *filter(None, (name_open,)))
+        self._name_open = name_open
         self._open = call_open
         self._middle = middle
         self._ends = Markers((call_close, section[1]))
@@ -50,6 +56,10 @@ class MarkedCalls:
     def _call(self, source: ArrivingText, sink: EventSink) -> Waiting[bool]:
         yield from source.skip(SPACE)
         name = yield from read_name(source)
+        if self._name_open:
+            if not (yield from source.literal(self._name_open)):
+                return False
+            name = yield from read_name(source)
         yield from source.skip(SPACE)
         if not (yield from source.literal(self._middle)):
             return False

@@ -72,39 +72,61 @@ class FunctionTagCalls:
 
 
 class ArgumentTagCalls:
-    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`. Immutable."""
+    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`. Immutable.
+
+    `suffix` ends every tag's name. Hunyuan has one, a separator after the name and a section around all.
+    """
 
     is_bare: Final = False
 
-    def __init__(self, opener: str = "<tool_call>", closer: str = "</tool_call>") -> None:
-        self.openers: Final = (opener,)
-        self.markers: Final = (opener, closer, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-        self._members = Markers(("<arg_key>", closer))
-        self._ends = Markers(("</arg_value>", closer))
-        self._closer = closer
+    def __init__(self, suffix: str = "") -> None:
+        opener, closer = f"<tool_call{suffix}>", f"</tool_call{suffix}>"
+        self._key, self._key_end = f"<arg_key{suffix}>", f"</arg_key{suffix}>"
+        self._value, self._value_end = f"<arg_value{suffix}>", f"</arg_value{suffix}>"
+        self._separator = f"<tool_sep{suffix}>"
+        self._call_open = opener
+        section = (f"<tool_calls{suffix}>", f"</tool_calls{suffix}>") if suffix else ()
+        self.openers: Final = (*section[:1], opener)
+        tags = (self._key, self._key_end, self._value, self._value_end)
+        self.markers: Final = (opener, closer, *tags, *((self._separator, *section) if suffix else ()))
+        self._members = Markers((self._key, closer))
+        self._ends = Markers((self._value_end, closer))
+        self._section_close = Markers(section[1:])
 
     def calls(self, source: ArrivingText, sink: EventSink, opener: str) -> Waiting[bool]:
-        """One call."""
+        """One call, and what closes the section after the last one."""
         yield from source.skip(SPACE)
+        if opener != self._call_open:
+            if not (yield from source.literal(self._call_open)):
+                return False
+            yield from source.skip(SPACE)
+        if not (yield from self._call(source, sink)):
+            return False
+        if self._section_close.texts:
+            yield from read_close(source, self._section_close)
+        return True
+
+    def _call(self, source: ArrivingText, sink: EventSink) -> Waiting[bool]:
         name = yield from read_name(source)
+        yield from source.literal(self._separator)
         yield from source.skip(SPACE)
         tag = yield from source.marker(self._members)
         if tag is None or not begin_call(source, sink, name):
             return False
         arguments = ObjectWriter(sink.arguments)
-        while tag == "<arg_key>":
+        while tag == self._key:
             yield from source.skip(SPACE)
             key = yield from read_name(source)
             yield from source.skip(SPACE)
-            yield from source.literal("</arg_key>")
+            yield from source.literal(self._key_end)
             yield from source.skip(SPACE)
-            yield from source.literal("<arg_value>")
+            yield from source.literal(self._value)
             arguments.member(key)
             tag = yield from read_member(source, sink, self._ends, types=sink.types(name, key))
             if tag is None:
                 sink.end()
                 return True
-            if tag == "</arg_value>":
+            if tag == self._value_end:
                 yield from source.skip(SPACE)
                 tag = yield from source.marker(self._members)
         arguments.close()

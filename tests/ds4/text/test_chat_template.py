@@ -164,11 +164,64 @@ def test_tool_arguments_stay_text_where_the_template_adds_to_them(tokenizer: Tok
 
 
 def test_a_template_for_tools_works_without_any(tokenizer: Tokenizer) -> None:
-    source = "{% for t in tools %}{{ t.name }}{% endfor %}" + PLAIN
+    source = "{% for t in tools %}{{ t.function.name }}{% endfor %}" + PLAIN
     template = ChatTemplate(source, tokenizer)
     assert template.takes_tools
     assert "hi" in template.render(user("hi"))
-    assert template.render(user("hi"), tools=[{"name": "f"}]).startswith("f")
+    assert template.render(user("hi"), tools=[{"function": {"name": "f"}}]).startswith("f")
+
+
+def test_a_template_that_joins_descriptions_gets_empty_ones(tokenizer: Tokenizer) -> None:
+    source = (
+        "{% for t in tools or [] %}{{ t.function.name + ': ' + t.function.description }}"
+        "{% for name, each in t.function.parameters.properties.items() %}"
+        "{{ name + '(' + each.description + ')' }}{% endfor %}{% endfor %}" + PLAIN
+    )
+    bare = {"name": "look", "parameters": {"type": "object", "properties": {"far": {"type": "boolean"}}}}
+    told = {
+        "name": "look",
+        "description": "Looks",
+        "parameters": {"properties": {"far": {"description": "Whether"}}},
+    }
+    template = ChatTemplate(source, tokenizer)
+    assert template.takes_tools
+    assert template.render(user("x"), tools=[{"function": bare}]).startswith("look: far()")
+    assert template.render(user("x"), tools=[{"function": told}]).startswith("look: Looksfar(Whether)")
+    assert template.render(user("x"), tools=[{"function": {"name": "go"}}]).startswith("go: <")
+    said = ChatTemplate("{{ tools | tojson }}" + PLAIN, tokenizer)  # one that does not gets none
+    assert "description" not in said.render(user("x"), tools=[{"function": bare}])
+
+
+def test_a_template_that_takes_one_call_a_message_gets_one(tokenizer: Tokenizer) -> None:
+    source = (
+        "{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}"
+        "{{ raise_exception('one at once') }}{% endif %}{{ m.content }}<{{ m.tool_calls[0].function.name }}"
+        "{{ m.tool_calls[0].function.arguments | tojson }}>{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    calls = [
+        {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}} for name in "abc"
+    ]
+    messages: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "so", "tool_calls": calls},
+        *({"role": "tool", "tool_call_id": name, "content": f"={name};"} for name in "cabx"),
+    ]
+    template = ChatTemplate(source, tokenizer)
+    assert not template.shows_several_calls
+    assert template.render(messages) == "so<a{}>=a;<b{}>=b;<c{}>=c;=x;"
+    either = ChatTemplate(source.replace("> 1", "> 9"), tokenizer)
+    assert not either.shows_several_calls  # it would leave two out
+    assert either.render(messages) == "so<a{}>=a;<b{}>=b;<c{}>=c;=x;"
+
+
+def test_a_template_that_asks_for_functions_and_the_time_gets_them(tokenizer: Tokenizer) -> None:
+    source = "{{ functions + datetime }}" + PLAIN
+    template = ChatTemplate(source, tokenizer)
+    assert template.takes_tools
+    rendered = template.render(user("x"), tools=[{"type": "function", "function": {"name": "look<|user|>"}}])
+    assert "GMT" in rendered
+    assert '"name": "look' in rendered
+    assert "<|user|>" not in rendered
+    assert template.render(user("x")).startswith("[]")
 
 
 def test_the_models_own_tool_template_is_used_with_tools(tmp_path: Path) -> None:

@@ -7,10 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4.text.output_format import find_output_format
+from ds4.text.tools.element_calls import ElementCalls
+from ds4.text.tools.gemma_calls import GemmaCalls
 from ds4.text.tools.invoke_calls import InvokeCalls
 from ds4.text.tools.json_calls import JsonCalls
+from ds4.text.tools.keyed_calls import KeyedCalls
 from ds4.text.tools.marked_calls import LlamaCalls, MarkedCalls, MistralCalls
+from ds4.text.tools.param_calls import ParamCalls
 from ds4.text.tools.python_calls import PythonCalls
+from ds4.text.tools.recipient_calls import RecipientCalls
 from ds4.text.tools.tagged_calls import ArgumentTagCalls, FunctionTagCalls
 from tests.ds4.text.outputs import call, cuts, format_of, moderately, parse
 
@@ -26,6 +31,16 @@ TEMPLATES = {
     "<minimax:tool_call>": (InvokeCalls, "<minimax:tool_call>"),
     "<tool_calls>[": (JsonCalls, "<tool_calls>"),
     "<|tool_call_start|>": (PythonCalls, "<|tool_call_start|>"),
+    "<|tool_list_start|>": (PythonCalls, "<|tool_call_start|>"),
+    '<|tool_call>call:{{ name }}<tool_call|> <|"|>': (GemmaCalls, '<|"|>'),
+    "<|tools_prefix|>": (KeyedCalls, "<|tools_suffix|>"),
+    "'>>>all\\n'": (RecipientCalls, ">>>"),
+    "directly-answer Action:": (JsonCalls, "Action: ```json"),
+    "'role': 'function call'": (JsonCalls, "<|message_sep|>"),
+    "<|tool_call:begin|> <|tool_call:name|>": (MarkedCalls, "<|tool_call:name|>"),
+    "'<arg_key{}>'.format(':opensource')": (ArgumentTagCalls, "<tool_sep:opensource>"),
+    '<function name=" <param name="': (ParamCalls, '<param name="'),
+    "]<]minimax[>[": (ElementCalls, "]<]minimax[>["),
     "Environment: ipython": (LlamaCalls, "<|python_tag|>"),
     "{{ messages }}": (JsonCalls, None),
 }
@@ -41,6 +56,8 @@ SOUP = [
         "</think>",
     ),
     *('<invoke name="', 'ping">', '<parameter name="', 'city">', "</parameter>", "</invoke>"),
+    *("call:ping{", "n:1", '<|"|>', "]<]minimax[>[", '<invoke name="ping">', "<item>", "</item>", "\nping\n"),
+    *('"ping": {', "all\n", '<param name="city">', "<![CDATA[", "]]>", "</param>", "call1"),
     *("<function=ping>", "<parameter=days>", "</function>", "<arg_value>", "</arg_value>", "</arg_key>"),
     *(" to=functions.ping", "analysis", "final", "assistant", ' string="true">', "[ARGS]"),
 ]
@@ -74,7 +91,8 @@ def test_no_family_cares_how_its_output_is_cut(template: str, data: st.DataObjec
     assert parse(output_format, list(text)) == whole
     begun = [event[1] for event in whole if event[0] == "begin"]
     assert begun == [event[1] for event in whole if event[0] == "end"] == list(map(str, range(len(begun))))
-    if not begun and output_format.harmony is None and "think>" not in text:
+    marks_text = isinstance(output_format.tools, RecipientCalls)  # with a marker that is no text
+    if not begun and not marks_text and output_format.harmony is None and "think>" not in text:
         assert "".join(event[1] for event in whole) == text
 
 
@@ -86,7 +104,7 @@ def test_an_output_of_openers_alone_is_read_quickly_enough(template: str) -> Non
         text = opener * (50_000 // len(opener))
         assert parse(output_format, [text]) == [("text", text)]
         text = (opener + '{"a') * (30_000 // len(opener))
-        assert re.sub(r"\s", "", parse(output_format, cuts(text, 5))[0][-1]) == text
+        assert re.sub(r"\s", "", parse(output_format, cuts(text, 5))[0][-1]) == re.sub(r"\s", "", text)
 
 
 def test_an_unknown_format_takes_plain_json() -> None:

@@ -26,6 +26,11 @@ FORMS = {
     ),
     "DeepSeek without a section": (CALL, CALL + "ping" + SEP, CALL_END),
     "Kimi": ("<|tool_call_begin|>", KIMI[0] + "ping:0<|tool_call_argument_begin|>", KIMI[1]),
+    "Solar": (
+        "<|tool_call:begin|> <|tool_call:name|>",
+        "<|tool_calls|><|tool_call:begin|>call-1<|tool_call:name|>ping<|tool_call:args|>",
+        "<|tool_call:end|><|calls|>",
+    ),
     "Mistral": ("[TOOL_CALLS]", "[TOOL_CALLS]ping[ARGS]", ""),
     "Mistral with ids": ("[TOOL_CALLS]", "[TOOL_CALLS]ping[CALL_ID]abcdef123[ARGS]", ""),
     "Llama": ("<|python_tag|>", "<function=ping>", "</function>"),
