@@ -18,7 +18,12 @@ import msgspec
 from ds4.errors import RequestError
 from ds4.model_file import ModelFile
 from ds4.text.markers import GUARD
-from ds4.text.template_sandbox import compile_template, free_variables, render_template
+from ds4.text.template_sandbox import (
+    EndlessTemplateError,
+    compile_template,
+    free_variables,
+    render_template,
+)
 from ds4.text.tokenizer import Tokenizer
 from ds4.text.tool_history import described, one_call_each
 
@@ -102,19 +107,15 @@ class ChatTemplate:
 
     def _understands(self, messages: list[dict[str, Any]]) -> bool:
         """Whether the probe comes out as text, and not inside Python's idea of a list or an object."""
-        try:
-            text = self._render(self._tool_template, messages, self._no_tools, True, {})
-        except RequestError:
+        text = self._probe(messages, self._no_tools)
+        if text is None:
             return False
         return _PROBE in text and not any(sign in text for sign in ("'type'", '"type": "text"', "{'probe'"))
 
     def _shows_tool(self, tool: Mapping[str, Any]) -> bool | None:
         """Whether the prompt tells the model of this tool; None where the template fails."""
-        try:
-            text = self._render(self._tool_template, _user("?"), [tool], True, {})
-        except RequestError:
-            return None
-        return tool["function"]["name"] in text
+        text = self._probe(_user("?"), [tool])
+        return None if text is None else tool["function"]["name"] in text
 
     def _shows_several_calls(self) -> bool:
         """Whether two calls of one message come out; Llama's templates refuse them, others drop one."""
@@ -123,11 +124,8 @@ class ChatTemplate:
         calls = calls + _tool_call(arguments, "probe0002", name="second_probe")[0]["tool_calls"]
         messages = [*_user("?"), {"role": "assistant", "content": "", "tool_calls": calls}]
         messages += _tool_result("", name="first_probe") + _tool_result("", "probe0002", name="second_probe")
-        try:
-            text = self._render(self._tool_template, messages, self._no_tools, True, {})
-        except RequestError:
-            return False
-        return "first_probe" in text and "second_probe" in text
+        text = self._probe(messages, self._no_tools)
+        return text is not None and "first_probe" in text and "second_probe" in text
 
     def _refuses_long_ids(self) -> bool:
         """Mistral's templates raise for ids of calls that have not nine characters."""
@@ -136,14 +134,16 @@ class ChatTemplate:
             _user("?") + _tool_call(arguments, call_id) + _tool_result("", call_id)
             for call_id in ("probe0001", _LONG_ID)
         )
-        return self._takes(short) and not self._takes(long)
+        return self._probe(short, self._no_tools) is not None and self._probe(long, self._no_tools) is None
 
-    def _takes(self, messages: list[dict[str, Any]]) -> bool:
+    def _probe(self, messages: list[dict[str, Any]], tools: Sequence[Any] | None) -> str | None:
+        """What the template makes of these; None where it refuses. Raises ValueError where it does not end."""
         try:
-            self._render(self._tool_template, messages, self._no_tools, True, {})
+            return self._render(self._tool_template, messages, tools, True, {})
+        except EndlessTemplateError as error:
+            raise ValueError(str(error)) from None
         except RequestError:
-            return False
-        return True
+            return None
 
     def _render(
         self,

@@ -59,6 +59,14 @@ _FAULTS: Final = (
 )
 
 
+class EndlessTemplateError(RequestError):
+    """A rendering used up its time or its rounds."""
+
+
+class _EndlessError(SecurityError):
+    """The same, on its way out of Jinja."""
+
+
 class _Budget:
     """What one rendering has used. Single owner: the rendering."""
 
@@ -80,9 +88,9 @@ def _tick() -> str:
     if budget is not None:
         budget.num_ticks += 1
         if budget.num_ticks > MAX_TICKS:
-            _refuse(f"ran more than {MAX_TICKS} loop rounds")
+            raise _EndlessError(f"the template ran more than {MAX_TICKS} loop rounds")
         if budget.num_ticks % 256 == 0 and time.monotonic() > budget.deadline:
-            _refuse(f"ran for more than {MAX_SECONDS:g} seconds")
+            raise _EndlessError(f"the template ran for more than {MAX_SECONDS:g} seconds")
     return ""
 
 
@@ -370,7 +378,9 @@ def free_variables(source: str) -> frozenset[str]:
 
 
 def render_template(template: Template, variables: Mapping[str, Any]) -> str:
-    """The rendered text. Raises RequestError with the template's own message where it refuses."""
+    """The rendered text. Raises RequestError with the template's own message where it refuses, and its
+    EndlessTemplateError where it does not come to an end.
+    """
     token = _budget.set(_Budget())
     try:
         return template.render(variables)
@@ -378,6 +388,7 @@ def render_template(template: Template, variables: Mapping[str, Any]) -> str:
         raise RequestError("the chat template calls itself too deeply", param="messages") from None
     except _FAULTS as error:
         message = str(error) or type(error).__name__
-        raise RequestError(f"the chat template refused the request: {message}", param="messages") from error
+        kind = EndlessTemplateError if isinstance(error, _EndlessError) else RequestError
+        raise kind(f"the chat template refused the request: {message}", param="messages") from error
     finally:
         _budget.reset(token)

@@ -257,7 +257,16 @@ def test_template_variables_reach_it_but_not_over_its_own(tokenizer: Tokenizer) 
         template.render(user("x"), kwargs={"bos_token": "y"})
 
 
-@pytest.mark.parametrize("keys", [{}, {"chat_template": "{% broken"}])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"chat_template": "{% broken"},
+        {
+            "chat_template": "{% set r = range(9999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}"
+        },
+    ],
+)
 def test_without_a_usable_template_chatml_is_used_and_the_log_says_so(
     tmp_path: Path, keys: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
