@@ -10,6 +10,7 @@ from typing import Final
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from ds4.errors import Ds4Error
+from ds4.merger import build_merger
 from ds4.model_file import ModelFile
 from ds4.vocabulary import TokenType, byte_table, read_vocabulary
 
@@ -34,10 +35,13 @@ class _Tokens:
         self.special_token_ids = special_ids
         self.eos_token_id = end_id
         self.greedy: Callable[[str], list[int]] = lambda _: []
+        self.spell: Callable[[str], list[int]] | None = None
 
     def __call__(self, text: str) -> list[int]:
-        """Some way to spell `text`. Only a grammar that forces tokens in spite of us asks."""
-        return self.greedy(text)
+        """The ids that spell `text`: as the tokenizer does, which is what the model was trained on."""
+        ids = self.spell(text) if self.spell is not None else []
+        spelt = b"".join(self.tokens[token_id] for token_id in ids)
+        return ids if spelt == text.encode() else self.greedy(text)
 
 
 class GrammarVocabulary:
@@ -50,8 +54,10 @@ class GrammarVocabulary:
         special_ids: Collection[int],
         end_ids: Collection[int],
         vocab_size: int,
+        spell: Callable[[str], list[int]] | None = None,
     ) -> None:
-        """`tokens`: the bytes of each id; ids from there to `vocab_size` are never drawn.
+        """`tokens`: the bytes of each id; ids from there to `vocab_size` are never drawn. `spell`: how the
+        tokenizer writes a text that is forced; None: in the longest pieces.
 
         Raises GrammarError without an end token.
         """
@@ -62,18 +68,20 @@ class GrammarVocabulary:
         padded = [*tokens, *([b""] * (vocab_size - len(tokens)))]
         wrapped = _Tokens(padded, sorted(special_ids), min(end_ids))
         self._tokenizer = LLTokenizer(wrapped, eos_token=sorted(end_ids))  # type: ignore[arg-type]
-        wrapped.greedy = self._tokenizer.greedy_tokenize
+        wrapped.greedy, wrapped.spell = self._tokenizer.greedy_tokenize, spell
         self._limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
 
     @classmethod
     def of_model(cls, model: ModelFile) -> "GrammarVocabulary":
         """Raises GrammarError, ModelFileError where the model's vocabulary cannot be used."""
         vocabulary = read_vocabulary(model)
+        merger = build_merger(model, vocabulary, add_space_prefix=False)  # what is forced continues a text
         return cls(
             byte_table(vocabulary),
             special_ids=[token_id for token_id, kind in enumerate(vocabulary.types) if kind in _SPECIAL],
             end_ids=vocabulary.end_ids,
             vocab_size=model.vocab_size,
+            spell=lambda text: merger.encode(text, add_special_tokens=False).ids,
         )
 
     def compile(self, grammar: str) -> LLMatcher:

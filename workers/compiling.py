@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 from ds4.errors import ErrorCode
-from ds4.generation import MAX_GRAMMAR_BYTES
+from ds4.generation import MAX_GRAMMAR_BYTES, NO_LOGPROBS
 from ds4.grammar_library import GrammarError
 from workers.admission import RefusedError
 from workers.sampling.grammar import GrammarConstraint, Grammars
@@ -16,10 +16,16 @@ from workers.sequence import Sequence
 
 
 class CompilingQueue:
-    """Owned by the engine. `wake` is called from another thread when a grammar is ready."""
+    """Owned by the engine. `wake` is called from another thread when a grammar is ready.
 
-    def __init__(self, grammars: Grammars | None, wake: Callable[[], None]) -> None:
+    `fast_forwards`: tokens that a grammar forces may be taken without a draw.
+    """
+
+    def __init__(
+        self, grammars: Grammars | None, wake: Callable[[], None], *, fast_forwards: bool = False
+    ) -> None:
         self._grammars = grammars
+        self._fast_forwards = fast_forwards
         self._wake = wake
         self._futures: dict[int, tuple[Sequence, Future[GrammarConstraint]]] = {}  # by slot
 
@@ -36,7 +42,11 @@ class CompilingQueue:
         if not self._grammars.end_ids & sequence.end_ids:
             raise RefusedError("a request with a grammar needs an end token of the model as a stop token")
         output = sequence.tokens[sequence.num_origin :].tolist()
-        self._futures[sequence.slot] = sequence, self._grammars.start(grammar, output, self._wake)
+        # Without a draw there is no log-probability. Endings are the engine's: those are always drawn.
+        may_skip = self._fast_forwards and sequence.request.sampling.num_logprobs == NO_LOGPROBS
+        held_ids = self._grammars.end_ids | sequence.end_ids if may_skip else None
+        future = self._grammars.start(grammar, output, self._wake, held_ids)
+        self._futures[sequence.slot] = sequence, future
 
     def discard(self, sequence: Sequence) -> bool:
         """Forget a sequence that ended meanwhile; False where it is not here."""

@@ -22,6 +22,7 @@ from ds4.ring.control import ControlPage
 from ds4.ring.states import SlotState, WorkerState
 from ds4.ring.worker_end import Polled, WorkerRing
 from workers.admission import Admission, CoalescingWindow, RefusedError
+from workers.backlog import Backlog
 from workers.compiling import CompilingQueue, failure_of
 from workers.devices.interface import PAGE_TOKENS, Device, DeviceFaultError, Limits, StepResult
 from workers.kvcache.prefix import PrefixCache
@@ -29,7 +30,6 @@ from workers.runner import Outcome, Runner
 from workers.sampling.grammar import Grammars
 from workers.scheduler.batch import Batch, Plan
 from workers.scheduler.scheduler import Scheduler
-from workers.scores import ScoreDelivery
 from workers.sequence import Sequence, Status
 from workers.tuning import Tuning
 
@@ -116,13 +116,14 @@ class Engine:
         self._admission = admission
         self._window = window
         self._metrics = metrics
-        self._compiling = CompilingQueue(grammars, ring.wake)
+        # A device that runs a step ahead has queued the next draw before it is known what was forced.
+        self._compiling = CompilingQueue(grammars, ring.wake, fast_forwards=runner.pipeline_depth == 0)
         self._tuning = tuning
         self._drain_timeout_s = drain_timeout_s
         self._clock = clock
         self._by_slot: dict[int, Sequence] = {}  # from submission until the ending is decided
         self._paused_slots: set[int] = set()
-        self._scores = ScoreDelivery(ring)
+        self._backlog = Backlog(ring)
         self._drain_requested = False
         self.handed_over = False  # left in the middle: a successor goes on with what ran
         self._drain_deadline_s: float | None = None
@@ -185,9 +186,7 @@ class Engine:
             self._by_slot[sequence.slot] = sequence
             if not sequence.request.grammar:
                 self._scheduler.enqueue(sequence)
-            if sequence.max_total <= len(sequence.tokens) or (
-                sequence.request.scores_prompt and sequence.num_scored == sequence.num_to_score
-            ):  # nothing may be generated, or is left to be scored
+            if sequence.is_complete:  # resumed after its last token, or nothing may be generated
                 self._end(sequence, sequence.finish(FinishReason.LENGTH))
         for slot in polled.cancelled:
             cancelled = self._by_slot.get(slot)
@@ -221,7 +220,7 @@ class Engine:
     # --- the step
 
     def _compute(self) -> bool:
-        for sequence, end in self._scores.send(self._by_slot):
+        for sequence, end in self._backlog.send(self._by_slot):
             self._ended(sequence, end)
         self._look_at_paused()
         plan = self._scheduler.plan(self._paused_slots, may_preempt=self._runner.num_in_flight == 0)
@@ -247,7 +246,7 @@ class Engine:
         slots = np.array(self._scheduler.candidate_slots(), np.int64)
         writable = self._ring.writable(slots) if len(slots) else np.ones(0, np.bool_)
         self._paused_slots = set() if writable.all() else set(slots[~writable].tolist())
-        self._paused_slots |= self._scores.owing
+        self._paused_slots |= self._backlog.owing
         if before or self._paused_slots:
             self._set_aside_slow()
 
@@ -328,7 +327,7 @@ class Engine:
             sequence.collect(span.num_rows, samples)
             if span.scoring_seats:
                 index += span.num_rows
-                if sequence.status is Status.RUNNING and not self._scores.take(
+                if sequence.status is Status.RUNNING and not self._backlog.take_scores(
                     span, result, index - span.num_rows + 1
                 ):
                     end = sequence.finish(FinishReason.ERROR, *failure_of(sequence))
@@ -355,6 +354,8 @@ class Engine:
                 step.finals[sequence.slot] = end
             if end is not None:
                 self._ended(sequence, end, is_sound=is_sound)
+            elif index in result.forced:
+                self._backlog.take_forced(sequence, result.forced[index])
         return step
 
     def _ended(self, sequence: Sequence, end: GenerationEnd, *, is_sound: bool = True) -> None:

@@ -17,6 +17,7 @@ Counters, all in tokens or positions of the sequence:
 from array import array
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from enum import IntEnum
 from typing import Final, Protocol
 
@@ -40,8 +41,8 @@ _MOVES: Final = {
 }
 
 
-# A token of the prompt, its log-probability, and the best alternatives.
-Score = tuple[int, float, list[tuple[int, float]]]
+# A token that is known before it can be sent, its log-probability, and the best alternatives.
+Unsent = tuple[int, float, list[tuple[int, float]]]
 
 
 class Constraint(Protocol):
@@ -135,7 +136,7 @@ class Sequence:
         # Of a sequence that only has its prompt scored: the row of position p gives token p + 1 its score.
         self.num_to_score: Final = self.num_origin - 1 if request.scores_prompt else 0
         self.num_scored = 0  # leading positions whose scores were handed to a step, or to an earlier worker's
-        self.backlog: deque[Score] = deque()  # scores that are not sent yet
+        self.backlog: deque[Unsent] = deque()
         self.num_preemptions = 0
         self.paused_s = 0.0  # since when its reader gives no credit; 0: it does
         self.submitted_s = submitted_s
@@ -172,6 +173,13 @@ class Sequence:
     def is_full(self) -> bool:
         """No further token may be sampled: the output limit or the context is reached."""
         return len(self.tokens) + self.num_sampling >= self.max_total
+
+    @property
+    def is_complete(self) -> bool:
+        """Everything that was asked for is known: no further token, or no further score."""
+        if self.request.scores_prompt:
+            return self.num_scored == self.num_to_score
+        return self.is_full
 
     def move(self, status: Status) -> None:
         """Change the status along a legal edge."""
@@ -212,6 +220,16 @@ class Sequence:
         if len(self.tokens) >= self.max_total:
             return self.finish(FinishReason.LENGTH)
         return None
+
+    def extend(self, token_ids: Items[int]) -> Items[int]:
+        """Take tokens that follow without a draw, as far as there is room; those that were taken.
+
+        None of them is a stop id. No step in flight may sample this sequence.
+        """
+        assert self.num_sampling == 0
+        taken = token_ids[: self.max_total - len(self.tokens)]
+        self.tokens.extend(taken)
+        return taken
 
     def finish(self, reason: FinishReason, error_code: int = 0, text: str = "") -> GenerationEnd:
         """Decide the one ending."""

@@ -4,9 +4,8 @@ Owns: `GrammarSource` and the translation into llguidance's Lark dialect, the on
 ring. Runs in: front ends, almost always in their checking process (ds4/text/grammar_check.py), since
 translating what is hostile takes long. Source: llguidance's syntax and JSON Schema documentation.
 
-Two options go with every grammar, whatever it says itself. `no_forcing`: the model chooses how forced
-text is cut into tokens. White space in JSON is at most a space, or a new line and its indentation: a
-model that may add white space for ever at some point does.
+White space in JSON is at most a space, or a new line and its indentation: a model that may add white
+space for ever at some point does.
 """
 
 import json
@@ -65,7 +64,7 @@ def grammar_of(source: GrammarSource) -> str:
         rule = f"%lark {{\n{text}\n}}"
     else:
         options, text, rule = {}, "", _rule(source.kind, source.text)
-    head = "%llguidance " + json.dumps({**options, "no_forcing": True})
+    head = "%llguidance " + json.dumps(options)
     if source.thinking or source.calls:
         lines = [head, f"start: {'thinking ' if source.thinking else ''}answer"]
         if source.calls:

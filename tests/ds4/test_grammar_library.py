@@ -1,11 +1,13 @@
 """Vocabularies as the grammar library gets them, and what compiling refuses."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from ds4.grammar_library import GrammarError, GrammarVocabulary
 from ds4.model_file import ModelFile
+from ds4.text.tokenizer import Tokenizer
 from tests.support.tiny_model import END_OF_TEXT, IM_END, write_tiny_model
 from tests.support.vocabulary_file import CONTROL, Token, byte_fallback_tokens, write_vocabulary
 
@@ -52,3 +54,22 @@ def test_a_grammar_is_refused_in_one_line(grammar: str, reason: str) -> None:
         vocabulary.compile(grammar)
     assert str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_forced_is_spelt_as_the_tokenizer_would(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "tiny.gguf")
+    model = ModelFile.open(tmp_path / "tiny.gguf")
+    tokenizer, vocabulary = Tokenizer.from_model(model), GrammarVocabulary.of_model(model)
+    text = '{"a hello world":"wand and sing'
+    matcher = vocabulary.compile(f"start: {json.dumps(text)} /[0-9]/")
+    forced = matcher.compute_ff_tokens()
+    ids = tokenizer.encode(text, add_special=False, parse_special=False)
+    assert len(forced) == 15
+    assert forced == ids[: len(forced)]
+
+
+def test_a_text_that_its_pieces_do_not_spell_is_spelt_in_longest_pieces() -> None:
+    vocabulary = GrammarVocabulary(
+        [b"</s>", b"a", b"b", b"ab", b"c"], special_ids=[0], end_ids=[0], vocab_size=5, spell=lambda _: [1]
+    )
+    assert vocabulary.compile('start: "abc"').compute_ff_tokens()[:1] == [3]

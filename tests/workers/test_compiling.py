@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ds4.errors import ErrorCode
@@ -143,12 +144,63 @@ def test_a_resumed_request_goes_on_in_the_middle_of_its_grammar(
 
 def test_preemption_keeps_the_place_in_the_grammar(model: Model, alone: list[Client], tmp_path: Path) -> None:
     async def test() -> None:
-        async with model.rig(tmp_path, pages=24, seats=8, context=256).serving() as rig:
+        async with model.rig(tmp_path, pages=16, seats=8, context=256).serving() as rig:
             clients = [constrained(rig, model, number) for number in range(NUM_REQUESTS)]
             await rig.finish(*clients)
             assert rig.metrics.value("ds4_num_preemptions_total") > 0
             for client, reference in zip(clients, alone, strict=True):
                 assert client.tokens == reference.tokens
+
+    run(test())
+
+
+LONG_NAMES: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "a_property_of_a_rather_long_name": {"type": "boolean"},
+        "another_of_them": {"enum": ["with one long value", "or maybe this one, which is longer"]},
+    },
+    "required": ["a_property_of_a_rather_long_name", "another_of_them"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(("max_tokens", "window"), [(MAX_TOKENS, 512), (MAX_TOKENS, 3), (10, 512), (30, 3)])
+def test_what_is_forced_takes_no_steps_and_changes_no_token(
+    model: Model, tmp_path: Path, max_tokens: int, window: int
+) -> None:
+    """Log-probabilities need every draw, so who asks for them gets the same in more steps."""
+
+    async def outputs(rig: EngineRig, num_logprobs: int) -> list[Client]:
+        clients = [
+            rig.submit(
+                [5 + number, 9, 31],
+                max_tokens,
+                grammar=schemas.grammar(LONG_NAMES),
+                stop_token_ids=model.ends,
+                sampling=msgspec.structs.replace(sampling_of(number), num_logprobs=num_logprobs),
+            )
+            for number in range(6)
+        ]
+        await rig.finish(*clients)
+        return clients
+
+    async def test() -> None:
+        async with model.rig(tmp_path, seats=4, pages=40, context=160, window=window).serving() as rig:
+            skipping = await outputs(rig, -1)
+            num_skipping, _ = rig.metrics.samples("ds4_step_time_seconds")
+            drawing = await outputs(rig, 0)
+            assert [client.tokens for client in skipping] == [client.tokens for client in drawing]
+            assert [fields_of(client.end)["reason"] for client in skipping] == [
+                fields_of(client.end)["reason"] for client in drawing
+            ]
+            num_steps, _ = rig.metrics.samples("ds4_step_time_seconds")
+            assert num_skipping < (num_steps - num_skipping) * 0.7
+            if max_tokens == MAX_TOKENS:
+                for client in skipping:
+                    schemas.check(model.text(client), LONG_NAMES)
+            else:
+                assert {len(client.tokens) for client in skipping} == {max_tokens}
 
     run(test())
 

@@ -22,11 +22,12 @@ on the host while the device computes. Every device holds one `workers.sampling.
 `seat` hands it the new constraint (or none), `accept(seats, tokens)` starts the next masks in the
 background as soon as the host knows a step's tokens, and `wait()` returns all masks, packed uint32
 [max_seats, vocab / 32], when a step with constrained rows is about to sample. A device of depth 0 does
-all of it inside `submit`. One of depth 1 holds the sampling of a step with constrained rows back until
-`collect` has read the step before: then it accepts those tokens, waits for the masks, uploads the rows
-of its constrained seats and queues the sampling; the forward pass of that step ran meanwhile. A step
-without constrained rows is sampled as ever. Constrained rows whose constraint `has_failed` are not
-`ok`; the engine tells the client why.
+all of it inside `submit`, and passes on the ids that `accept` says are forced (`StepResult.forced`). To
+one of depth 1, whose next step is queued by then, no constraint names any. It holds the sampling of a
+step with constrained rows back until `collect` has read the step before: then it accepts those tokens,
+waits for the masks, uploads the rows of its constrained seats and queues the sampling; the forward pass
+of that step ran meanwhile. A step without constrained rows is sampled as ever. Constrained rows whose
+constraint `has_failed` are not `ok`; the engine tells the client why.
 """
 
 from typing import Final, Protocol

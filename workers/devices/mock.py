@@ -125,6 +125,7 @@ class MockDevice:
         self._queued.append(self._done_s)
         result, count = self._result, batch.num_samples
         result.num_samples = count
+        result.forced = {}
         if not count:
             return
         seats = batch.sample_seats[:count]
@@ -135,11 +136,11 @@ class MockDevice:
         for row in np.flatnonzero(~self._plain[seats]).tolist():
             self._draw_special(row, int(seats[row]), int(positions[row]), float(drawn[row]))
         if self._params:
-            self._masks.accept(
-                (int(seat), int(token))
-                for seat, token, ok in zip(seats, result.token_ids[:count], result.ok[:count], strict=True)
-                if ok and int(seat) in self._masks
+            sample_of = {int(seat): sample for sample, seat in enumerate(seats) if result.ok[sample]}
+            forced = self._masks.accept(
+                (seat, int(result.token_ids[sample])) for seat, sample in sample_of.items()
             )
+            result.forced = {sample_of[seat]: ids for seat, ids in forced.items()}
 
     def collect(self) -> StepResult:
         """The step's tokens, when its time is over."""

@@ -4,13 +4,14 @@ Owns: `Grammars`, one per worker: compiled grammars and the threads that compute
 worker; compiling runs on a thread of its own, because a large grammar takes longer than a step.
 Source: llguidance's Python interface.
 
-Forced text is not pushed into the model as tokens of our choosing (llguidance's `no_forcing`, which the
-front end sets): the model picks among all ways to spell it, as it would have without a grammar.
+Text that a grammar forces is spelt as the tokenizer would (ds4/grammar_library.py): of each of its tokens
+the mask allows that one alone. So they need not be drawn, and whoever does draw them gets the same.
 """
 
+import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
@@ -19,7 +20,7 @@ from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from ds4.grammar_library import GrammarError, GrammarVocabulary, reason_of
-from workers.sampling.interface import NO_TOKEN, MaskWork
+from workers.sampling.interface import Constraint
 
 _MAX_THREADS: Final = 8
 _MAX_COMPILED: Final = 64
@@ -29,11 +30,12 @@ _MAX_COMPILED_CHARS: Final = 4 << 20
 class GrammarConstraint:
     """One sequence's place in its grammar. Owned by the sequence; changed by `Grammars` alone."""
 
-    __slots__ = ("failure", "matcher", "source")
+    __slots__ = ("failure", "held_ids", "matcher", "source")
 
-    def __init__(self, source: "Grammars", matcher: LLMatcher) -> None:
+    def __init__(self, source: "Grammars", matcher: LLMatcher, held_ids: Collection[int] | None) -> None:
         self.source = source
         self.matcher = matcher
+        self.held_ids = held_ids  # which have to be drawn even where they are forced; None: all
         self.failure = ""
 
 
@@ -49,35 +51,48 @@ class Grammars:
         self._num_chars = 0
 
     def start(
-        self, grammar: str, output: Sequence[int], done: Callable[[], None]
+        self,
+        grammar: str,
+        output: Sequence[int],
+        done: Callable[[], None],
+        held_ids: Collection[int] | None = None,
     ) -> "Future[GrammarConstraint]":
         """Begin to compile; the result has read `output`. `done` is called from the compiling thread.
 
         The future raises GrammarError.
         """
-        future = self._compiler.submit(self.constraint, grammar, output)
+        future = self._compiler.submit(self.constraint, grammar, output, held_ids)
         future.add_done_callback(lambda _: done())
         return future
 
-    def constraint(self, grammar: str, output: Sequence[int] = ()) -> GrammarConstraint:
-        """Compile now. Raises GrammarError."""
+    def constraint(
+        self, grammar: str, output: Sequence[int] = (), held_ids: Collection[int] | None = None
+    ) -> GrammarConstraint:
+        """Compile now. `held_ids`: those that are never taken without a draw; None: nothing is.
+
+        Raises GrammarError.
+        """
         matcher = self._prototype(grammar).deep_copy()
         if len(output) and not matcher.consume_tokens(list(output)):
             raise GrammarError(f"the grammar does not allow the output so far: {reason_of(matcher)}")
-        return GrammarConstraint(self, matcher)
+        return GrammarConstraint(self, matcher, held_ids)
 
-    def compute(self, work: Sequence[MaskWork], masks: NDArray[np.uint32]) -> None:
-        """Read the drawn tokens, then fill the masks, both on all threads; see `MaskSource.compute`."""
-        live = [(each, constraint) for each in work if not (constraint := _of(each)).failure]
-        drawn = [(one.matcher, each.token_id) for each, one in live if each.token_id != NO_TOKEN]
-        if drawn:
-            self._executor.consume_token_par(drawn)
-        wanted = [(one.matcher, each.seat) for each, one in live]
-        if wanted:
-            self._executor.unsafe_compute_mask_ptr(wanted, masks.ctypes.data, masks.strides[0], len(masks))
-        for _, one in live:
-            if one.matcher.is_error():
-                one.failure = reason_of(one.matcher)
+    def accept(self, drawn: Sequence[tuple[Constraint, int]]) -> list[Sequence[int]]:
+        """Read the drawn tokens on all threads, then what each forces; see `MaskSource.accept`."""
+        live = _living(drawn)
+        if live:
+            self._executor.consume_token_par([(one.matcher, token_id) for one, token_id in live])
+        forced = [_take_forced(_grammar(constraint)) for constraint, _ in drawn]
+        _note_failures(live)
+        return forced
+
+    def compute(self, wanted: Sequence[tuple[Constraint, int]], masks: NDArray[np.uint32]) -> None:
+        """Fill the masks on all threads; see `MaskSource.compute`."""
+        live = _living(wanted)
+        if live:
+            places = [(one.matcher, seat) for one, seat in live]
+            self._executor.unsafe_compute_mask_ptr(places, masks.ctypes.data, masks.strides[0], len(masks))
+        _note_failures(live)
 
     def _prototype(self, grammar: str) -> LLMatcher:
         found = self._compiled.get(grammar)
@@ -96,6 +111,25 @@ class Grammars:
         return matcher
 
 
-def _of(work: MaskWork) -> GrammarConstraint:
-    assert isinstance(work.constraint, GrammarConstraint)
-    return work.constraint
+def _grammar(constraint: Constraint) -> GrammarConstraint:
+    assert isinstance(constraint, GrammarConstraint)
+    return constraint
+
+
+def _living(pairs: Sequence[tuple[Constraint, int]]) -> list[tuple[GrammarConstraint, int]]:
+    return [(_grammar(constraint), number) for constraint, number in pairs if not constraint.failure]
+
+
+def _note_failures(pairs: Sequence[tuple[GrammarConstraint, int]]) -> None:
+    for one, _ in pairs:
+        if one.matcher.is_error():
+            one.failure = reason_of(one.matcher)
+
+
+def _take_forced(constraint: GrammarConstraint) -> Sequence[int]:
+    """Read what comes next whatever is drawn, up to an id that has to be drawn; its ids."""
+    matcher, held_ids = constraint.matcher, constraint.held_ids
+    if held_ids is None or matcher.is_error():
+        return ()
+    forced = list(itertools.takewhile(lambda id: id not in held_ids, matcher.compute_ff_tokens()))
+    return forced if forced and matcher.consume_tokens(forced) else ()

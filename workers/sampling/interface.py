@@ -6,15 +6,13 @@ Source: this project.
 """
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ds4.generation import MAX_TOP_LOGPROBS, SamplingParams
-
-NO_TOKEN: Final = -1
 
 
 class Constraint(Protocol):
@@ -35,23 +33,26 @@ class Constraint(Protocol):
         ...
 
 
-class MaskWork(msgspec.Struct, frozen=True, gc=False):
-    """One constraint's part of a step: the token its sequence drew, or NO_TOKEN; where its mask goes."""
-
-    constraint: Constraint
-    seat: int
-    token_id: int = NO_TOKEN
-
-
 class MaskSource(Protocol):
-    """Computes masks of many constraints at once, on threads of its own."""
+    """Reads tokens and computes masks of many constraints at once, on threads of its own.
 
-    def compute(self, work: Sequence[MaskWork], masks: NDArray[np.uint32]) -> None:
-        """Let each constraint read its token, then write what may come next into `masks[seat]`.
+    Never raises for a constraint: it notes its `failure`. Called from one thread at a time, which need
+    not be the device's.
+    """
+
+    def accept(self, drawn: Sequence[tuple[Constraint, int]]) -> list[Sequence[int]]:
+        """Let each constraint read the token that its sequence drew, and whatever that forces.
+
+        For each, the ids that follow since no mask would allow another: none to draw any more. They are
+        read already. Empty where none are, where that was not wanted, and where the constraint failed.
+        """
+        ...
+
+    def compute(self, wanted: Sequence[tuple[Constraint, int]], masks: NDArray[np.uint32]) -> None:
+        """Write what may come next of each constraint into `masks[seat]`.
 
         masks [max_seats, ceil(vocab / 32)] uint32, C-contiguous: bit i % 32 of word i / 32 is 1 where id
-        i may be drawn. Never raises for a constraint: it notes its `failure`. Called from one thread at
-        a time, which need not be the device's; no constraint is in two calls at once.
+        i may be drawn.
         """
         ...
 
@@ -83,6 +84,9 @@ class StepResult:
     def __init__(self, max_seats: int) -> None:
         self.num_samples = 0
         self.token_ids = np.zeros(max_seats, np.int32)
+        # By sample: ids that follow the drawn one since its constraint allows no other. The device has
+        # taken them as drawn: what it samples next for the seat is the token after all of them.
+        self.forced: dict[int, Sequence[int]] = {}
         # False: the row's logits held NaN or +inf, or nothing that may be drawn, or its constraint failed;
         # token_ids is meaningless
         self.ok = np.zeros(max_seats, np.bool_)

@@ -5,14 +5,14 @@ computed on one thread of its own while the device computes the step they belong
 project; the packing is llguidance's, which other grammar libraries share.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.sampling.interface import Constraint, MaskWork
+from workers.sampling.interface import Constraint
 
 # What the eight bits of each byte add to eight logits: cheaper than unpacking bits and choosing by them.
 _ADDENDS: Final = np.where(
@@ -39,14 +39,25 @@ class SeatMasks:
         self._constraints.pop(seat, None)
         if constraint is not None:
             self._constraints[seat] = constraint
-            self._start([MaskWork(constraint, seat)])
+            self._start([seat])
 
     def __contains__(self, seat: int) -> bool:
         return seat in self._constraints
 
-    def accept(self, drawn: Iterable[tuple[int, int]]) -> None:
-        """These (seat, token) were drawn: begins to compute the masks of the tokens after them."""
-        self._start([MaskWork(self._constraints[seat], seat, token) for seat, token in drawn if seat in self])
+    def accept(self, drawn: Iterable[tuple[int, int]]) -> dict[int, Sequence[int]]:
+        """These (seat, token) were drawn: the ids that are forced after them, by seat.
+
+        Begins to compute the masks of the tokens after all that.
+        """
+        constrained = [(seat, token) for seat, token in drawn if seat in self]
+        if not constrained:
+            return {}
+        work = [(self._constraints[seat], token) for seat, token in constrained]
+        # All of a worker's constraints have one source.
+        reading = self._executor().submit(work[0][0].source.accept, work)
+        self._start([seat for seat, _ in constrained])
+        forced = zip(constrained, reading.result(), strict=True)
+        return {seat: ids for (seat, _), ids in forced if ids}
 
     def wait(self) -> NDArray[np.uint32]:
         """The masks [max_seats, ceil(vocab / 32)] of all constrained seats, once they are computed."""
@@ -64,10 +75,12 @@ class SeatMasks:
         np.take(_ADDENDS, self._masks[seat].view(np.uint8), axis=0, out=self._addends, mode="clip")
         row += self._addends.reshape(-1)[: self._vocab_size]
 
-    def _start(self, work: list[MaskWork]) -> None:
-        if not work:
-            return
+    def _start(self, seats: list[int]) -> None:
+        wanted = [(self._constraints[seat], seat) for seat in seats]
+        source = wanted[0][0].source
+        self._pending.append(self._executor().submit(source.compute, wanted, self._masks))
+
+    def _executor(self) -> ThreadPoolExecutor:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ds4-masks")
-        # All of a worker's constraints have one source.
-        self._pending.append(self._thread.submit(work[0].constraint.source.compute, work, self._masks))
+        return self._thread

@@ -9,6 +9,7 @@ token is a function of its logits, its seat and its position; its batch mates ch
 because every shortcut below is exact (see `candidates`, `softmax`, `filters`).
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -68,6 +69,7 @@ class HostSampler:
         """
         num_rows = len(seats)
         result.num_samples = num_rows
+        result.forced = {}
         if num_rows == 0:
             return
         token_ids, ok = result.token_ids[:num_rows], result.ok[:num_rows]
@@ -89,7 +91,9 @@ class HostSampler:
                 self._gather(logits, drawn), best[drawn], seats[drawn], positions[drawn]
             )
         if len(adjusted):
-            self._sample_adjusted(logits, adjusted, seats[adjusted], positions[adjusted], token_ids, ok)
+            result.forced = self._sample_adjusted(
+                logits, adjusted, seats[adjusted], positions[adjusted], token_ids, ok
+            )
         reported = np.flatnonzero(((needs & REPORTS) != 0) & ok)
         if len(reported):
             num_top = self._table.num_logprobs[seats[reported]]
@@ -104,8 +108,11 @@ class HostSampler:
         positions: NDArray[np.int32],
         token_ids: NDArray[np.int32],
         ok: NDArray[np.bool_],
-    ) -> None:
-        """The same for `rows` whose logits are changed first; on a copy, since log-probabilities are raw."""
+    ) -> dict[int, Sequence[int]]:
+        """The same for `rows` whose logits are changed first; on a copy, since log-probabilities are raw.
+
+        Returns what constraints force after the drawn tokens, by row.
+        """
         changed = np.take(logits, rows, axis=0, out=self._rows[: len(rows)], mode="clip")
         constrained = [index for index, seat in enumerate(seats.tolist()) if seat in self._masks]
         if constrained:
@@ -126,12 +133,24 @@ class HostSampler:
         if len(drawn):
             values = changed if len(drawn) == len(changed) else changed[drawn]
             token_ids[rows[drawn]] = self._draw(values, best[drawn], seats[drawn], positions[drawn])
-        for token_id, seat in zip(token_ids[rows].tolist(), seats.tolist(), strict=True):
+        forced = self._accept(rows, seats, token_ids, ok) if constrained else {}
+        for index, (token_id, seat) in enumerate(zip(token_ids[rows].tolist(), seats.tolist(), strict=True)):
             if (counts := self._penalties[seat]) is not None:
-                counts.count(token_id)
-        if constrained:
-            drawn_rows = [index for index in constrained if ok[rows[index]]]
-            self._masks.accept((int(seats[index]), int(token_ids[rows[index]])) for index in drawn_rows)
+                for each in (token_id, *forced.get(int(rows[index]), ())):
+                    counts.count(each)
+        return forced
+
+    def _accept(
+        self,
+        rows: NDArray[np.int64],
+        seats: NDArray[np.int32],
+        token_ids: NDArray[np.int32],
+        ok: NDArray[np.bool_],
+    ) -> dict[int, Sequence[int]]:
+        """Let constraints read what was drawn; what that forces, by row."""
+        drawn = {int(seat): int(row) for seat, row in zip(seats, rows, strict=True) if ok[row]}
+        forced = self._masks.accept((seat, int(token_ids[row])) for seat, row in drawn.items())
+        return {drawn[seat]: ids for seat, ids in forced.items()}
 
     def _adjust(self, row: NDArray[np.float32], seat: int, position: int) -> None:
         """Penalties, bias, suppression and mask of one row [vocab], in place."""

@@ -25,7 +25,14 @@ def split_running(
     return rows, prompts
 
 
-def growing(rows: Iterable[Sequence], cache: PrefixCache) -> list[Sequence]:
-    """Those of `rows` whose next position lies past their last page."""
+def growing(running: Iterable[Sequence], cache: PrefixCache) -> list[tuple[Sequence, int]]:
+    """Those of `running` that have tokens past their last page, and how many pages they lack.
+
+    Decoding brings one token at a time, a grammar may bring many.
+    """
     size = cache.page_tokens
-    return [sequence for sequence in rows if sequence.num_scheduled >= len(sequence.pages) * size]
+    return [
+        (sequence, cache.pages_for(sequence.num_total) - len(sequence.pages))
+        for sequence in running
+        if sequence.num_total > len(sequence.pages) * size
+    ]

@@ -2,12 +2,13 @@
 
 Owns the queues, the seats and, through the prefix cache, all KV pages. Runs in the worker, pure
 Python. One token budget per step: decode rows first, prompt chunks fill the rest. A sequence gets
-pages for all its known tokens with its seat, and one more whenever decoding crosses a page border.
+pages for all its known tokens with its seat, and more whenever its output crosses a page border.
 When pages run out, the latest arrival is preempted: it gives everything back and is computed again
 later from its tokens (recompute as in vLLM). What comes out is a `Plan`; what happened in the step
 comes back through the sequences' counters.
 """
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator
 
 from workers.kvcache.prefix import PrefixCache
@@ -64,24 +65,25 @@ class Scheduler:
         `paused` are slots that may not get a token now. `may_preempt`: nothing is in flight.
         """
         rows, prompts = split_running(self.running.values(), paused)
-        borders = growing(rows, self.cache)
+        short = growing(itertools.chain(rows, prompts), self.cache)
         preempted: list[Sequence] = []
         too_large: list[Sequence] = []
-        while len(borders) > self.cache.num_available:
+        while sum(count for _, count in short) > self.cache.num_available:
             if not may_preempt:
                 return Plan()  # collect what is in flight first: it may free pages
             victim = max(self.running.values(), key=_arrival)
             if len(self.running) == 1:
                 too_large.append(victim)
-                rows, borders = [], []
+                rows, short = [], []
                 break
             self.set_aside(victim)
             preempted.append(victim)
-            rows, prompts, borders = (
-                [sequence for sequence in each if sequence is not victim] for each in (rows, prompts, borders)
+            rows, prompts = (
+                [sequence for sequence in each if sequence is not victim] for each in (rows, prompts)
             )
-        for sequence in borders:
-            sequence.pages += self.cache.take([], 1)
+            short = [(sequence, count) for sequence, count in short if sequence is not victim]
+        for sequence, count in short:
+            sequence.pages += self.cache.take([], count)
         spans = [Span(sequence, sequence.num_scheduled, 1, sequence.schedule(1)) for sequence in rows]
         seated: list[Sequence] = []
         if not too_large:

@@ -17,7 +17,7 @@ from tests.support.device_driver import DeviceDriver, small_limits
 from workers.devices.interface import SeatParams
 from workers.devices.mock import MockDevice, word_ids
 from workers.devices.registry import open_device
-from workers.sampling.interface import NO_TOKEN, MaskWork
+from workers.sampling.interface import Constraint
 
 WORDS = np.arange(40, 90, dtype=np.int32)
 VOCAB_SIZE = 100
@@ -120,15 +120,18 @@ def test_what_is_suppressed_is_not_drawn_before_its_time() -> None:
 class Source:
     """Masks that allow one id after the other."""
 
-    def compute(self, work: Sequence[MaskWork], masks: NDArray[np.uint32]) -> None:
-        for each in work:
-            constraint = each.constraint
+    def accept(self, drawn: Sequence[tuple[Constraint, int]]) -> list[Sequence[int]]:
+        for constraint, token_id in drawn:
             assert isinstance(constraint, Sequentially)
-            if each.token_id != NO_TOKEN:
-                assert each.token_id == constraint.next_id
-                constraint.next_id += 1
-            masks[each.seat] = 0
-            masks[each.seat, constraint.next_id // 32] = np.uint32(1 << constraint.next_id % 32)
+            assert token_id == constraint.next_id
+            constraint.next_id += 1
+        return [()] * len(drawn)
+
+    def compute(self, wanted: Sequence[tuple[Constraint, int]], masks: NDArray[np.uint32]) -> None:
+        for constraint, seat in wanted:
+            assert isinstance(constraint, Sequentially)
+            masks[seat] = 0
+            masks[seat, constraint.next_id // 32] = np.uint32(1 << constraint.next_id % 32)
 
 
 class Sequentially:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -10,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from ds4.grammar_library import GrammarError, GrammarVocabulary
 from tests.support import schemas
 from workers.sampling.grammar import GrammarConstraint, Grammars
-from workers.sampling.interface import MaskWork
 
 END, OTHER_END, CONTROL = 256, 257, 258
 WORDS = [
@@ -50,12 +51,19 @@ def allowed(mask: Any) -> list[int]:
     return found
 
 
+def step(constraint: GrammarConstraint, token_id: int, masks: NDArray[np.uint32]) -> Sequence[int]:
+    """Reads a token and fills the one mask; what the token forces."""
+    (forced,) = grammars().accept([(constraint, token_id)])
+    grammars().compute([(constraint, 0)], masks)
+    return forced
+
+
 def walk(constraint: GrammarConstraint, seed: int, limit: int = 4000) -> list[int]:
     """Tokens drawn at random among those allowed, until one ends it."""
     masks = np.zeros((1, -(-VOCAB // 32)), np.uint32)
     random = np.random.default_rng(seed)
     output: list[int] = []
-    grammars().compute([MaskWork(constraint, 0)], masks)
+    grammars().compute([(constraint, 0)], masks)
     while len(output) < limit:
         assert constraint.failure == ""
         token_id = int(random.choice(allowed(masks[0])))
@@ -63,7 +71,7 @@ def walk(constraint: GrammarConstraint, seed: int, limit: int = 4000) -> list[in
         output.append(token_id)
         if token_id in (END, OTHER_END):
             return output
-        grammars().compute([MaskWork(constraint, 0, token_id)], masks)
+        output += step(constraint, token_id, masks)
     raise AssertionError("no end")
 
 
@@ -119,33 +127,31 @@ def test_a_constraint_continues_after_any_part_of_its_output(seed: int) -> None:
     other = one.copy()
     for cut in range(len(output)):
         stepped = grammars().constraint(grammar)
-        grammars().compute([MaskWork(stepped, 0)], one)
+        grammars().compute([(stepped, 0)], one)
         for token_id in output[:cut]:
-            grammars().compute([MaskWork(stepped, 0, token_id)], one)
-        grammars().compute([MaskWork(grammars().constraint(grammar, output[:cut]), 0)], other)
+            step(stepped, token_id, one)
+        grammars().compute([(grammars().constraint(grammar, output[:cut]), 0)], other)
         assert np.array_equal(one, other)
 
 
 def test_after_the_document_only_the_end_tokens_are_allowed() -> None:
     masks = np.zeros((1, -(-VOCAB // 32)), np.uint32)
     constraint = grammars().constraint(schemas.grammar({"const": 1}), [ord("1")])
-    grammars().compute([MaskWork(constraint, 0)], masks)
+    grammars().compute([(constraint, 0)], masks)
     assert allowed(masks[0]) == [END, OTHER_END]
-    grammars().compute([MaskWork(constraint, 0, END)], masks)  # drawn once more before its end is known
+    step(constraint, END, masks)  # drawn once more before its end is known
     assert constraint.failure == ""
 
 
 def test_control_tokens_are_never_text() -> None:
     masks = np.zeros((1, -(-VOCAB // 32)), np.uint32)
-    grammars().compute([MaskWork(grammars().constraint("start: /(.|\\n)+/"), 0)], masks)
+    grammars().compute([(grammars().constraint("start: /(.|\\n)+/"), 0)], masks)
     assert set(allowed(masks[0])).isdisjoint({END, OTHER_END, CONTROL, *range(len(TOKENS), VOCAB)})
 
 
 def test_masks_of_many_land_in_their_own_rows() -> None:
     words = ["a", "b", "c", "d"]
-    work = [
-        MaskWork(grammars().constraint(f'start: "{word}{word}"'), 2 * seat) for seat, word in enumerate(words)
-    ]
+    work = [(grammars().constraint(f'start: "{word}{word}"'), 2 * seat) for seat, word in enumerate(words)]
     masks = np.full((8, -(-VOCAB // 32)), 0xFFFFFFFF, np.uint32)
     grammars().compute(work, masks)
     assert [allowed(masks[2 * seat]) for seat in range(4)] == [[ord(word)] for word in words]
@@ -155,7 +161,8 @@ def test_masks_of_many_land_in_their_own_rows() -> None:
 def test_a_token_against_the_grammar_is_a_failure_and_harms_no_other() -> None:
     good, bad = grammars().constraint('start: "ab"'), grammars().constraint('start: "ab"')
     masks = np.zeros((2, -(-VOCAB // 32)), np.uint32)
-    grammars().compute([MaskWork(good, 0, ord("a")), MaskWork(bad, 1, ord("x"))], masks)
+    grammars().accept([(good, ord("a")), (bad, ord("x"))])
+    grammars().compute([(good, 0), (bad, 1)], masks)
     assert bad.failure
     assert good.failure == ""
     assert allowed(masks[0]) == [ord("b")]
@@ -174,3 +181,37 @@ def test_compiling_in_the_background_tells_when_it_is_done() -> None:
 def test_an_output_that_does_not_fit_is_refused() -> None:
     with pytest.raises(GrammarError, match="does not allow the output so far"):
         grammars().constraint('start: "ab"', [ord("a"), ord("c")])
+
+
+@settings(deadline=None, max_examples=40)
+@given(schema=st.recursive(scalars, containers, max_leaves=6), seed=st.integers(0, 1 << 30))
+def test_what_is_forced_is_all_that_the_masks_allow(schema: dict[str, Any], seed: int) -> None:
+    grammar = schemas.grammar(schema)
+    skipping = grammars().constraint(grammar, held_ids=grammars().end_ids)
+    drawing, replayed = grammars().constraint(grammar), np.zeros((1, -(-VOCAB // 32)), np.uint32)
+    output = walk(skipping, seed)
+    mask = np.zeros((1, -(-VOCAB // 32)), np.uint32)
+    grammars().compute([(drawing, 0)], mask)
+    follower = grammars().constraint(grammar, held_ids=grammars().end_ids)
+    skipped: list[int] = []  # of what follows, what need not be drawn
+    for position, token_id in enumerate(output):
+        if skipped:
+            assert allowed(mask[0]) == [token_id] == skipped[:1]
+            skipped = skipped[1:]
+        else:
+            assert token_id in allowed(mask[0])
+            skipped = list(grammars().accept([(follower, token_id)])[0])
+        # One that was lost in the middle begins anew with what its client has.
+        if position % 7 == 3:
+            grammars().compute([(grammars().constraint(grammar, output[:position]), 0)], replayed)
+            assert np.array_equal(replayed, mask)
+        assert step(drawing, token_id, mask) == ()
+
+
+def test_an_id_that_is_held_is_drawn() -> None:
+    grammar = f'start: "a" "b" <[{CONTROL}]> "c"'
+    (forced,) = grammars().accept([(grammars().constraint(grammar, held_ids=[END]), ord("a"))])
+    assert forced == [ord("b"), CONTROL, ord("c")]
+    held = grammars().constraint(grammar, held_ids=[END, CONTROL])
+    assert grammars().accept([(held, ord("a"))]) == [[ord("b")]]
+    assert grammars().accept([(held, CONTROL)]) == [[ord("c")]]

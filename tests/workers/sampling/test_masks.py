@@ -8,7 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 from ds4.generation import SamplingParams
-from workers.sampling.interface import NO_TOKEN, MaskWork, SeatParams, StepResult
+from workers.sampling.interface import Constraint as AnyConstraint
+from workers.sampling.interface import SeatParams, StepResult
 from workers.sampling.masks import SeatMasks
 from workers.sampling.sampler import HostSampler
 
@@ -22,6 +23,7 @@ class Constraint:
         self.source = source
         self.allowed = allowed
         self.read: list[int] = []
+        self.forced: dict[int, list[int]] = {}  # by the token before
         self.failure = ""
 
 
@@ -32,21 +34,26 @@ class Source:
         self.threads: set[int] = set()
         self._before = before
 
-    def compute(self, work: Sequence[MaskWork], masks: NDArray[np.uint32]) -> None:
+    def accept(self, drawn: Sequence[tuple[AnyConstraint, int]]) -> list[Sequence[int]]:
+        self.threads.add(threading.get_ident())
+        for one, token_id in drawn:
+            assert isinstance(one, Constraint)
+            one.read.append(token_id)
+            one.read += one.forced.get(token_id, [])
+        return [one.forced.get(token_id, []) for one, token_id in drawn if isinstance(one, Constraint)]
+
+    def compute(self, wanted: Sequence[tuple[AnyConstraint, int]], masks: NDArray[np.uint32]) -> None:
         self._before()
         self.threads.add(threading.get_ident())
-        for each in work:
-            one = each.constraint
+        for one, seat in wanted:
             assert isinstance(one, Constraint)
-            if each.token_id != NO_TOKEN:
-                one.read.append(each.token_id)
             bits = np.zeros(masks.shape[1] * 32, np.uint8)
             if len(one.read) >= len(one.allowed):
                 one.failure = "nothing more"
                 bits[0] = 1  # as llguidance, which then allows the end
             else:
                 bits[list(one.allowed[len(one.read)])] = 1
-            masks[each.seat] = np.packbits(bits, bitorder="little").view(np.uint32)
+            masks[seat] = np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 def params(
@@ -88,12 +95,14 @@ def test_a_mask_forbids_all_but_its_ids(allowed: set[int]) -> None:
 
 def test_the_next_mask_is_computed_in_the_background_while_the_caller_goes_on() -> None:
     may_compute = threading.Event()
+    may_compute.set()
     source = Source(may_compute.wait)
     constraint = Constraint(source, {3}, {4})
     masks = SeatMasks(1, VOCAB)
     masks.seat(0, constraint)
-    masks.accept([(0, 3)])  # returns although nothing can be computed yet
-    assert constraint.read == []
+    masks.wait()
+    may_compute.clear()
+    assert masks.accept([(0, 3)]) == {}  # returns although nothing can be computed yet
     may_compute.set()
     assert masks.wait()[0, 0] == 1 << 4
     assert constraint.read == [3]
@@ -193,3 +202,20 @@ def test_a_sequence_that_was_preempted_goes_on_where_it_was() -> None:
     sampler.seat(0, params())
     sampler.seat(1, params(constraint))
     assert sample(sampler, rows(1), [1]).token_ids[0] == 3
+
+
+def test_what_is_forced_counts_as_drawn() -> None:
+    constraint = Constraint(Source(), {3}, {4}, {4}, {9, 4})
+    constraint.forced = {3: [4, 4]}
+    sampler = HostSampler(2, VOCAB)
+    sampling = SamplingParams(temperature=0.0, presence_penalty=2.0, frequency_penalty=1.0)
+    sampler.seat(0, params(sampling=SamplingParams(temperature=0.0)))
+    sampler.seat(1, params(constraint, sampling))
+    result = sample(sampler, rows(2), [0, 1])
+    assert result.token_ids[1] == 3
+    assert result.forced == {1: [4, 4]}
+    level = np.zeros((1, VOCAB), np.float32)
+    level[0, 4] = 3.9  # less than what two of it cost
+    result = sample(sampler, level, [1], position=8)
+    assert result.token_ids[0] == 9
+    assert result.forced == {}

@@ -1,10 +1,11 @@
-"""Scores of prompts: from a step's samples to the ring, in their order.
+"""Tokens of which a step brought several to one slot: to the ring one by one, in their order.
 
-Owns: which sequences have scores that are not sent yet. Runs in the worker, on the engine's thread. One
-step may bring many scores to one slot, while the ring takes one token of a slot at a time.
+Owns: which sequences have tokens that are not sent yet: scores of a prompt, and output that a grammar
+forced. Runs in the worker, on the engine's thread. The ring takes one token of a slot at a time.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from workers.scheduler.batch import Span
 from workers.sequence import Sequence
 
 
-class ScoreDelivery:
+class Backlog:
     """Owned by the engine."""
 
     def __init__(self, ring: WorkerRing) -> None:
@@ -24,10 +25,10 @@ class ScoreDelivery:
 
     @property
     def owing(self) -> set[int]:
-        """Slots that are owed scores: nothing more of them may be computed before those are sent."""
+        """Slots that are owed tokens: nothing more of them may be drawn before those are sent."""
         return set(self._owing)
 
-    def take(self, span: Span, result: StepResult, first: int) -> bool:
+    def take_scores(self, span: Span, result: StepResult, first: int) -> bool:
         """The scores of a span's rows, which are the samples from `first` on; False where they are unsound."""
         sequence = span.sequence
         wanted = sequence.request.sampling.num_logprobs
@@ -44,8 +45,13 @@ class ScoreDelivery:
         self._owing[sequence.slot] = sequence
         return True
 
+    def take_forced(self, sequence: Sequence, token_ids: Items[int]) -> None:
+        """Output that is known without a draw, after what was published before."""
+        sequence.backlog += [(token_id, 0.0, []) for token_id in sequence.extend(token_ids)]
+        self._owing[sequence.slot] = sequence
+
     def send(self, by_slot: Mapping[int, Sequence]) -> list[tuple[Sequence, GenerationEnd]]:
-        """Send what is owed as far as readers take it; the sequences that ended with their last score.
+        """Send what is owed as far as readers take it; the sequences that ended with their last token.
 
         `by_slot`: the living ones; what is owed to others is forgotten.
         """
@@ -58,20 +64,20 @@ class ScoreDelivery:
             slots = slots[self._ring.writable(slots)]
             if not len(slots):
                 break
-            scores = [owing[slot].backlog.popleft() for slot in slots.tolist()]
+            tokens = [owing[slot].backlog.popleft() for slot in slots.tolist()]
             ends: dict[int, GenerationEnd] = {}
             for row, slot in enumerate(slots.tolist()):
                 if owing[slot].backlog:
                     continue
                 sequence = owing.pop(slot)
-                if sequence.num_scored == sequence.num_to_score:
+                if sequence.is_complete:
                     ends[row] = sequence.finish(FinishReason.LENGTH)
                     ended.append((sequence, ends[row]))
             self._ring.publish(
                 slots,
-                np.array([token_id for token_id, _, _ in scores], np.int32),
-                np.array([logprob for _, logprob, _ in scores], np.float32),
-                {row: top for row, (_, _, top) in enumerate(scores) if top} or None,
+                np.array([token_id for token_id, _, _ in tokens], np.int32),
+                np.array([logprob for _, logprob, _ in tokens], np.float32),
+                {row: top for row, (_, _, top) in enumerate(tokens) if top} or None,
                 ends or None,
             )
         return ended

@@ -1,4 +1,4 @@
-"""workers/scores.py and what the scheduler does for it: prompts whose own tokens are scored."""
+"""workers/backlog.py and what the scheduler does for it: prompts whose own tokens are scored."""
 
 from pathlib import Path
 from typing import Any
