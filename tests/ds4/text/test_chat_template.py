@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ds4.errors import RequestError
 from ds4.model_file import ModelFile
+from ds4.text import template_sandbox
 from ds4.text.chat_template import ChatTemplate
 from ds4.text.tokenizer import Tokenizer
 from tests.support.embedded_model import embedded_model
@@ -268,8 +269,12 @@ def test_template_variables_reach_it_but_not_over_its_own(tokenizer: Tokenizer) 
     ],
 )
 def test_without_a_usable_template_chatml_is_used_and_the_log_says_so(
-    tmp_path: Path, keys: dict[str, Any], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    keys: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(template_sandbox, "MAX_TICKS", 20_000)
     model = write_model(tmp_path / "m.gguf", **keys)
     with caplog.at_level(logging.WARNING):
         template = ChatTemplate.from_model(model, Tokenizer.from_model(model))
