@@ -17,6 +17,8 @@ from workers.model.program import Dimensions
 MAX_LAYERS: Final = 4096
 MAX_SIZE: Final = 1 << 20  # of any one dimension but the vocabulary
 MAX_VOCAB: Final = 1 << 24
+_MAX_ANGLE: Final = 1e6  # radians from one position to the next; a sound model has at most 1
+_MAX_MAGNITUDE: Final = 1e6
 
 
 class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +81,8 @@ def _rope(model: ModelFile, rotary_size: int) -> tuple[NDArray[np.float32], floa
         magnitude *= 1 + 0.1 * math.log(factor)
     else:
         raise model.fault(f"RoPE scaling of type {kind!r} is not supported; none, linear and yarn are")
+    if not (np.abs(inverse) <= _MAX_ANGLE).all() or not abs(magnitude) <= _MAX_MAGNITUDE:
+        raise model.fault(f"the RoPE parameters are out of range (base {base}, factor {factor})")
     return inverse.astype(np.float32), magnitude
 
 

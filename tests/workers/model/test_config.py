@@ -47,3 +47,12 @@ def test_the_rotary_size_may_be_smaller_than_the_head(tmp_path: Path) -> None:
     assert config.inverse_frequencies.shape == (4,)
     assert config.dimensions.head_size == 16
     assert config.attention_scale == 0.25
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("llama.rope.scaling.attn_factor", 3e38), ("llama.rope.scaling.factor", 1e-30)]
+)
+def test_rope_parameters_out_of_all_reason_are_refused(tmp_path: Path, key: str, value: float) -> None:
+    path = write_tiny_model(tmp_path / "tiny.gguf", extra_float32={key: value})
+    with pytest.raises(ModelFileError, match="RoPE parameters are out of range"):
+        read_config(ModelFile.open(path))
