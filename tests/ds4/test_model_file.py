@@ -17,48 +17,21 @@ from ds4.errors import ModelFileError
 from ds4.ggml_types import GgmlType
 from ds4.model_file import ModelFile
 from tests.support.embedded_model import embedded_model
+from tests.support.gguf_pieces import (
+    ARRAY,
+    BOOL,
+    FLOAT32,
+    LLAMA,
+    STRING,
+    UINT32,
+    gguf_bytes,
+    pair,
+    tensor,
+    text,
+)
 from tests.support.tiny_model import CHAT_TEMPLATE, TinyShape, vocabulary, write_tiny_model
 
 SAMPLED_ABOVE = 2000
-STRING, UINT32, BOOL, ARRAY, FLOAT32 = 8, 4, 7, 9, 6
-
-
-def text(value: str) -> bytes:
-    raw = value.encode()
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def pair(key: str, value_type: int, value: bytes) -> bytes:
-    return text(key) + struct.pack("<I", value_type) + value
-
-
-def tensor(name: str, sizes: list[int], ggml_type: int, offset: int) -> bytes:
-    shape = b"".join(struct.pack("<Q", size) for size in sizes)
-    return text(name) + struct.pack("<I", len(sizes)) + shape + struct.pack("<IQ", ggml_type, offset)
-
-
-LLAMA = pair("general.architecture", STRING, text("llama"))
-
-
-def gguf_bytes(
-    pairs: list[bytes] | None = None,
-    tensors: list[bytes] | None = None,
-    *,
-    magic: bytes = b"GGUF",
-    version: int = 3,
-    num_pairs: int | None = None,
-    num_tensors: int | None = None,
-    data: int = 0,
-) -> bytes:
-    """A file with the given parts; `data` bytes of zeros after the aligned directory."""
-    pairs = [LLAMA] if pairs is None else pairs
-    tensors = tensors or []
-    counts = (
-        len(tensors) if num_tensors is None else num_tensors,
-        len(pairs) if num_pairs is None else num_pairs,
-    )
-    head = magic + struct.pack("<IQQ", version, *counts) + b"".join(pairs) + b"".join(tensors)
-    return head + bytes(-len(head) % 32) + bytes(data)
 
 
 @pytest.fixture
