@@ -154,9 +154,11 @@ class Server(Running):
 
 
 @contextlib.contextmanager
-def serving(model: Path, *flags: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """A ready `ds4-server` on a free port; killed at the end if it still runs."""
-    server = Server(["ds4", "--model", str(model), "--port", "0", *flags], environment)
+def serving(
+    model: Path, *flags: str, environment: Mapping[str, str] | None = None, module: str = "ds4"
+) -> Iterator[Server]:
+    """A ready `ds4-server` on a free port; killed at the end if it still runs. `module` stands in for it."""
+    server = Server([module, "--model", str(model), "--port", "0", *flags], environment)
     try:
         server.wait_ready()
         yield server
