@@ -17,6 +17,7 @@ from ds4.vocabulary import TokenType, byte_table, read_vocabulary
 # A state takes one to two kilobytes, and every sequence may come to have that many.
 _MAX_LEXER_STATES: Final = 20_000
 _MAX_REASON_CHARS: Final = 300
+_MAX_TOKEN_BYTES: Final = 1024  # with a longer one the library panics
 _SPECIAL: Final = (TokenType.CONTROL, TokenType.UNKNOWN)
 
 
@@ -59,10 +60,14 @@ class GrammarVocabulary:
         """`tokens`: the bytes of each id; ids from there to `vocab_size` are never drawn. `spell`: how the
         tokenizer writes a text that is forced; None: in the longest pieces.
 
-        Raises GrammarError without an end token.
+        Raises GrammarError without an end token, and with a token of absurd length.
         """
         if not end_ids:
             raise GrammarError("the model has no end token, and a grammar ends with one")
+        if (longest := max(map(len, tokens), default=0)) > _MAX_TOKEN_BYTES:
+            raise GrammarError(
+                f"the vocabulary has a token of {longest} bytes; the limit is {_MAX_TOKEN_BYTES}"
+            )
         assert len(tokens) <= vocab_size
         self.end_ids: Final = frozenset(end_ids)
         padded = [*tokens, *([b""] * (vocab_size - len(tokens)))]

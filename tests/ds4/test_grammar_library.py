@@ -40,6 +40,16 @@ def test_without_an_end_token_there_are_no_grammars() -> None:
         GrammarVocabulary([b"a"], special_ids=[], end_ids=[], vocab_size=1)
 
 
+def test_a_token_that_the_library_cannot_hold_is_refused() -> None:
+    tokens = [b"", *(bytes([byte]) for byte in range(256))]
+    longest = b"x" * 1024
+    assert GrammarVocabulary([*tokens, longest], special_ids=[0], end_ids=[0], vocab_size=258).compile(
+        'start: "x"'
+    )
+    with pytest.raises(GrammarError, match="1025 bytes"):
+        GrammarVocabulary([*tokens, longest + b"x"], special_ids=[0], end_ids=[0], vocab_size=258)
+
+
 @pytest.mark.parametrize(
     ("grammar", "reason"),
     [
