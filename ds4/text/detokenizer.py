@@ -24,12 +24,20 @@ class Detokenizer:
     ) -> None:
         """`special`: control tokens are text too; otherwise only those in `shown` are."""
         self._tokenizer = tokenizer
+        self._texts = tokenizer.texts
         self._special = special
         self._shown = shown
         self._decoder = _Decoder("replace")
+        self._is_whole = True  # no part of a character is held back
 
     def push(self, token_id: int) -> str:
         """The text that is complete now. U+FFFD stands only for bytes that no later byte can complete."""
+        if self._is_whole and token_id < len(self._texts):
+            text = self._texts[token_id]
+            if text is not None:
+                return text
         if not self._special and self._tokenizer.is_control(token_id) and token_id not in self._shown:
             return ""
-        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        self._is_whole = not self._decoder.getstate()[0]
+        return text

@@ -36,6 +36,10 @@ class Tokenizer:
             for token_id, token_type in enumerate(vocabulary.types)
             if token_type in (TokenType.CONTROL, TokenType.UNKNOWN)
         )
+        # What an id shows by itself; None for controls and for parts of characters.
+        self.texts: Final = [
+            None if token_id in self._silent else _whole_text(raw) for token_id, raw in enumerate(self._bytes)
+        ]
         self._stripping = (
             frozenset(token_id for text, token_id in controls.items() if text not in _KEEPS_SPACE)
             if vocabulary.strips_after_control
@@ -142,3 +146,10 @@ class Tokenizer:
         if self._vocabulary.add_space_prefix and shown and shown[0] not in self._silent:
             text = text.removeprefix(" ")  # the one that `encode` put in front
         return text
+
+
+def _whole_text(raw: bytes) -> str | None:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return None
