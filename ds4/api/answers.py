@@ -5,7 +5,7 @@ the shapes.
 """
 
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -78,17 +78,19 @@ async def stream_frames(
 
     An error after the headers becomes an error event: the stream ends, but never as if all was well.
     """
-    stream = EventStream(exchange.send, sign_of_life)
+    stream = EventStream(exchange.send, exchange.send_frame, sign_of_life)
     await stream.start()
 
     async def run(choice: Choice) -> None:
         chunks = writer(choice)
         if opening := chunks.opening():
             await stream.write(opening)
-        async for piece in choices.pieces(choice):
+        finish = ""
+        while not finish:
+            piece = await choice.read()
             frames = chunks.piece(piece) if piece.text or piece.tokens or piece.events else b""
-            if piece.finish:
-                frames += chunks.ending(choice, piece.finish)
+            if finish := piece.finish:
+                frames += chunks.ending(choice, finish)
             if frames:
                 await stream.write(frames)
 
@@ -110,8 +112,8 @@ class Collected:
 
     __slots__ = ("choice", "finish", "pieces", "text", "tokens")
 
-    def __init__(self, choice: Choice, pieces: Iterable[Piece]) -> None:
-        self.pieces = list(pieces)
+    def __init__(self, choice: Choice, pieces: list[Piece]) -> None:
+        self.pieces = pieces
         self.choice = choice
         self.text = "".join(piece.text for piece in self.pieces)
         self.tokens: list[TokenText] = [token for piece in self.pieces for token in piece.tokens]
@@ -123,7 +125,10 @@ async def collect_answer(choices: Choices) -> list[Collected]:
     done: dict[int, Collected] = {}
 
     async def run(choice: Choice) -> None:
-        done[choice.index] = Collected(choice, [piece async for piece in choices.pieces(choice)])
+        pieces = [await choice.read()]
+        while not pieces[-1].finish:
+            pieces.append(await choice.read())
+        done[choice.index] = Collected(choice, pieces)
 
     await each_choice(choices, run)
     return [done[choice.index] for choice in choices.all]

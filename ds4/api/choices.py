@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -23,7 +23,6 @@ from ds4.text.detokenizer import Detokenizer
 from ds4.text.grammar import GrammarSource
 from ds4.text.output import OutputParser
 from ds4.text.stop import StopMatcher
-from ds4.text.tokenizer import Tokenizer
 from ds4.text.tool_calls import OutputEvent, TextDelta
 
 _FINISH: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -100,8 +99,9 @@ class Choice:
     """One sequence of a request. Read by one task."""
 
     def __init__(
-        self, index: int, prompt_index: int, generation: Generation | None, job: Job, tokenizer: Tokenizer
+        self, index: int, prompt_index: int, generation: Generation | None, job: Job, exchange: Exchange
     ) -> None:
+        tokenizer = exchange.state.model.tokenizer
         self.index = index
         self.prompt_index = prompt_index
         self.num_generated = 0
@@ -109,6 +109,9 @@ class Choice:
         self.first_token_s = 0.0
         self.last_token_s = 0.0
         self.matched_stop: str | None = None
+        self._exchange = exchange
+        self._metrics = exchange.state.engine.metrics
+        self._num_counted = 0  # tokens that the metrics know of
         self._generation = generation
         self._plan = job.plan
         self._tokenizer = tokenizer
@@ -126,22 +129,29 @@ class Choice:
         self._started_s = time.monotonic()  # the loop's clock is too coarse on uvloop
 
     async def read(self) -> Piece:
-        """The next piece that has something to show; the last one has `finish`. Raises WorkerError."""
+        """The next piece that has something to show, counted; the last one has `finish`.
+
+        Raises ClientGoneError, WorkerError.
+        """
         if self._generation is None:  # max_tokens 0
+            self._count_ending("length")
             return Piece("", finish="length")
         while True:
             events, end = await self._generation.read()
-            if events:
-                self._count(len(events))
             piece = self._take(events, end)
-            if self._must_close and not piece.finish:
+            if self._max_reasoning is not None and self._must_close and not piece.finish:
                 piece, end = await self._close_reasoning(piece)
+            self._count_tokens()
             if piece.finish and end is None:
                 end = await self._drain()
             if end is not None:
                 # After a resumption the cache may also have held output.
                 self.num_cached_tokens = min(end.num_cached_tokens, self._generation.num_prompt_tokens)
             if piece.text or piece.finish or piece.tokens or piece.events:
+                if self._exchange.gone:
+                    raise ClientGoneError
+                if piece.finish:
+                    self._count_ending(piece.finish)
                 return piece
 
     @property
@@ -197,10 +207,28 @@ class Choice:
             _, end = await self._generation.read()
         return end
 
-    def _count(self, num_tokens: int) -> None:
-        self.last_token_s = time.monotonic()
+    def _count_tokens(self) -> None:
+        num_new = self.num_generated - self._num_counted
+        if not num_new:
+            return
+        self._num_counted = self.num_generated
+        now_s = time.monotonic()
+        self._metrics.add("ds4_generation_tokens_total", num_new)
+        self._exchange.used(num_new)
         if not self.first_token_s:
-            self.first_token_s = self.last_token_s
+            self.first_token_s = self.last_token_s = now_s
+            self._metrics.observe("ds4_time_to_first_token_seconds", now_s - self._exchange.arrived_s)
+            num_new -= 1
+        if num_new:
+            between_s = (now_s - self.last_token_s) / num_new
+            self._metrics.observe("ds4_inter_token_latency_seconds", between_s, num_new)
+        self.last_token_s = now_s
+
+    def _count_ending(self, finish: str) -> None:
+        self._metrics.add("ds4_request_success_total", label=finish)
+        self._metrics.observe("ds4_request_generation_tokens", self.num_generated)
+        whole_s = time.monotonic() - self._exchange.arrived_s
+        self._metrics.observe("ds4_e2e_request_latency_seconds", whole_s)
 
     def _take(self, events: Sequence[TokenEvent], end: GenerationEnd | None) -> Piece:
         texts: list[str] = []
@@ -276,40 +304,12 @@ class Choice:
 class Choices:
     """All sequences of one request. Owned by the task that answers it."""
 
-    def __init__(self, exchange: Exchange, choices: list[Choice], num_prompt_tokens: int) -> None:
+    def __init__(self, choices: list[Choice], num_prompt_tokens: int) -> None:
         self.all = choices
         self.num_prompt_tokens = num_prompt_tokens
-        self._exchange = exchange
-        self._metrics = exchange.state.engine.metrics
 
     def __len__(self) -> int:
         return len(self.all)
-
-    async def pieces(self, choice: Choice) -> AsyncIterator[Piece]:
-        """The pieces of one choice up to its ending, counted. Raises ClientGoneError, WorkerError."""
-        clock = time.monotonic
-        last_s = 0.0
-        num_before = 0
-        while True:
-            piece = await choice.read()
-            if self._exchange.gone:
-                raise ClientGoneError
-            new, num_before = choice.num_generated - num_before, choice.num_generated
-            if new:
-                now_s = clock()
-                self._metrics.add("ds4_generation_tokens_total", new)
-                self._exchange.used(new)
-                if not last_s:
-                    self._metrics.observe("ds4_time_to_first_token_seconds", now_s - self._exchange.arrived_s)
-                    last_s, new = now_s, new - 1
-                self._metrics.observe("ds4_inter_token_latency_seconds", (now_s - last_s) / max(1, new), new)
-                last_s = now_s
-            yield piece
-            if piece.finish:
-                self._metrics.add("ds4_request_success_total", label=piece.finish)
-                self._metrics.observe("ds4_request_generation_tokens", choice.num_generated)
-                self._metrics.observe("ds4_e2e_request_latency_seconds", clock() - self._exchange.arrived_s)
-                return
 
     def cancel(self) -> None:
         """Stop all of them."""
@@ -368,7 +368,7 @@ def open_choices(exchange: Exchange, job: Job) -> Iterator[Choices]:
         raise DrainingError("the server is shutting down")
     exchange.take(len(requests), sum(map(len, prompts)))
     opened: list[Choice] = []
-    choices = Choices(exchange, opened, sum(map(len, prompts)))
+    choices = Choices(opened, sum(map(len, prompts)))
     try:
         try:
             for prompt_index, prompt, request in requests:
@@ -376,7 +376,7 @@ def open_choices(exchange: Exchange, job: Job) -> Iterator[Choices]:
                 if request.max_tokens > 0:
                     request = exchange.of_tenant(request)
                     generation = engine.generate(request, prompt, exchange.request_id, exchange.cache_salt)
-                opened.append(Choice(len(opened), prompt_index, generation, job, state.model.tokenizer))
+                opened.append(Choice(len(opened), prompt_index, generation, job, exchange))
         except RingError:
             exchange.untake()
             raise
@@ -399,10 +399,10 @@ def open_choices(exchange: Exchange, job: Job) -> Iterator[Choices]:
 
 
 async def each_choice(choices: Choices, work: Callable[[Choice], Awaitable[None]]) -> None:
-    """`work` for every choice at the same time; the first error ends all of them and is raised."""
-    if len(choices) == 1:
-        await work(choices.all[0])
-        return
+    """`work` for every choice at the same time; the first error ends all of them and is raised.
+
+    Also one choice has a task of its own: the request's is many awaits deep, and each token would pass them.
+    """
     tasks = [asyncio.ensure_future(work(choice)) for choice in choices.all]
     try:
         await asyncio.gather(*tasks)

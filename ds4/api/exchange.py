@@ -32,6 +32,8 @@ class Exchange:
         self.state = state
         self.scope = scope
         self.send = send
+        # Past all that only looks at the head of an answer: a stream sends a frame for each token.
+        self.send_frame: Send = scope.get("ds4.send", send)
         self.arrived_s = time.monotonic()
         self.request_id: str = scope.get("ds4.request_id", "")
         self.cache_salt: bytes = scope.get("ds4.cache_salt", b"")

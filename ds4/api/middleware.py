@@ -39,6 +39,7 @@ class Observe:
         given = _header(scope, b"x-request-id")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8).encode()
         scope["ds4.request_id"] = request_id.decode()
+        scope["ds4.send"] = send
 
         async def observed(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -40,6 +40,7 @@ _log = logging.getLogger(__name__)
 _LAST_WORDS_S: Final = 2.0  # for error events to leave after the drain deadline
 _KEEP_ALIVE_S: Final = 75  # longer than nginx keeps its upstream connections
 _BACKLOG: Final = 2048
+_GC_OBJECTS: Final = 20_000
 _LEAVE_IDLE_S: Final = 5.0  # how long a connection that is silent is still listened to while leaving
 _LEAVE_POLL_S: Final = 0.1
 
@@ -147,6 +148,7 @@ async def _serve(state: FrontState, server: FrontServer, listener: socket.socket
     try:
         gc.collect()
         gc.freeze()  # what lives as long as the process is not looked at again
+        gc.set_threshold(_GC_OBJECTS)  # else each step of a hundred streams is a collection
         _log.info("listening", extra={"address": ":".join(map(str, listener.getsockname()[:2]))})
         await server.serve([listener])
     finally:

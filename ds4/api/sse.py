@@ -62,8 +62,10 @@ class FrameTemplate:
 class EventStream:
     """One response. Written by the tasks of its request; the ticker breaks its silence."""
 
-    def __init__(self, send: Send, sign_of_life: bytes = COMMENT) -> None:
+    def __init__(self, send: Send, send_frame: Send, sign_of_life: bytes = COMMENT) -> None:
+        """`send` takes the headers and the end, `send_frame` what is between."""
         self._send = send
+        self._send_frame = send_frame
         self._sign_of_life = sign_of_life
         self._loop = asyncio.get_running_loop()
         self.last_write_s = self._loop.time()
@@ -81,7 +83,7 @@ class EventStream:
         assert task is not None
         self._writers.add(task)
         try:
-            await self._send({"type": "http.response.body", "body": frame, "more_body": True})
+            await self._send_frame({"type": "http.response.body", "body": frame, "more_body": True})
         except asyncio.CancelledError:
             if not self._is_stalled:
                 raise

@@ -41,7 +41,7 @@ def test_an_error_in_the_last_event_becomes_an_error_event(
         state = FrontState.build(settings, write_tiny_model(tmp_path / "tiny.gguf"))
         monkeypatch.setattr(state.engine, "_metrics", Metrics.open(tmp_path, owner=0))
         exchange = Exchange(state, {"type": "http", "headers": []}, receive, send)
-        await stream_frames(exchange, Choices(exchange, [], 0), writer, last, failed)
+        await stream_frames(exchange, Choices([], 0), writer, last, failed)
         state.engine.metrics.close()
 
     asyncio.run(scenario())

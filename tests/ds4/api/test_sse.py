@@ -50,7 +50,7 @@ class _Sent:
 def _with_stream(scenario: Callable[[_Sent, EventStream], Awaitable[None]]) -> None:
     async def whole() -> None:
         sent = _Sent()
-        await scenario(sent, EventStream(sent.send))
+        await scenario(sent, EventStream(sent.send, sent.send))
 
     run(whole)
 
@@ -116,7 +116,7 @@ def test_a_comment_that_cannot_be_sent_harms_nobody() -> None:
         async def broken(message: Message) -> None:
             raise OSError("gone")
 
-        stream = EventStream(broken)
+        stream = EventStream(broken, broken)
         stream.tick(stream.last_write_s + 100)
         await asyncio.sleep(0.001)
         with pytest.raises(OSError, match="gone"):
