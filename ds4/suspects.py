@@ -14,8 +14,8 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -143,13 +143,13 @@ class Quarantine:
             self._forget_old()
             path = self._folder / _digest(prompt, grammar)
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-            os.utime(path)
+            os.utime(path, (now_s := time.monotonic(), now_s))
 
     def holds(self, prompt: NDArray[np.uint32], grammar: str) -> bool:
         """Whether a request like this one was found to kill the worker lately."""
         if not self._folder.exists():  # nearly always, and cheap
             return False
-        return _age_s(self._folder / _digest(prompt, grammar)) < REMEMBER_S
+        return 0.0 <= _age_s(self._folder / _digest(prompt, grammar)) < REMEMBER_S
 
     def _forget_old(self) -> None:
         aged = sorted((_age_s(path), path) for path in self._folder.iterdir())
@@ -159,8 +159,9 @@ class Quarantine:
 
 
 def _age_s(path: Path) -> float:
+    """Its time is of the monotonic clock, which is one for all processes and does not jump."""
     try:
-        return datetime.now(UTC).timestamp() - path.stat().st_mtime
+        return time.monotonic() - path.stat().st_mtime
     except OSError:
         return float("inf")
 
