@@ -7,11 +7,15 @@ that a word is never seen half old. The name has a checksum of the tenants: fron
 file count in another file.
 
 Who wants something first adds it to its own words, and then adds up everybody's: of two that come at the
-same time at least the later one sees both. So a limit is never exceeded by what is known beforehand, and
-two that compete for the last place may both be refused. Output is counted as it comes: it can exceed
-the tokens of a minute, and then has to be waited out.
+same time at least the later one sees both. So a limit is never exceeded by what is known beforehand. That
+two compete for the last place and refuse each other is prevented by turns: each raises a flag while it
+asks, and gives way to the flags of places before it. A turn is only waited for; who waits too long, because
+a process is stopped in the middle of its own, goes on without, and the limits hold all the same. Output is
+counted as it comes: it can exceed the tokens of a minute, and then has to be waited out.
 
-Source: a sliding window in periods; the clock is monotonic and one for all processes of a machine.
+Source: a sliding window in periods; the clock is monotonic and one for all processes of a machine. The turns
+are Burns' and Lamport's one-bit algorithm for mutual exclusion (Lamport, "The Mutual Exclusion Problem, part
+II", 1986).
 """
 
 import mmap
@@ -39,7 +43,9 @@ _TOKEN_BITS: Final = 40
 _TOKEN_MASK: Final = (1 << _TOKEN_BITS) - 1
 _PERIOD_MASK: Final = (1 << (64 - _TOKEN_BITS)) - 1
 _WORD_BYTES: Final = 8
-_WORDS: Final = 16  # of one tenant in one block: running, then the periods; two cache lines
+_WORDS: Final = 16  # of one tenant in one block: running, the periods, the flag; two cache lines
+_FLAG: Final = 1 + _NUM_PERIODS
+_MAX_TURN_S: Final = 0.005
 
 
 class KeyLimits:
@@ -79,6 +85,7 @@ class KeyLimits:
         self._own = index * self._block_words
         for start in self._starts.values():  # what a predecessor had running is over; what it used counts
             self._words[self._own + start] = 0
+            self._words[self._own + start + _FLAG] = 0
 
     def close(self) -> None:
         """Unmap. The file stays: it belongs to the shared directory."""
@@ -96,6 +103,7 @@ class KeyLimits:
         start = self._starts.get(tenant.number)
         if start is None:
             return
+        has_turn = self._wait_for_turn(start)
         self._words[self._own + start] += num_sequences
         try:
             process_fence().call()  # ours before theirs: pairs with the same fence in every other front end
@@ -110,6 +118,39 @@ class KeyLimits:
         except KeyLimitError:
             self._words[self._own + start] -= num_sequences
             raise
+        finally:
+            if has_turn:
+                self._words[self._own + start + _FLAG] = 0
+
+    def _wait_for_turn(self, start: int) -> bool:
+        """Raise this tenant's flag and wait until nobody else asks; False, and no flag, after too long."""
+        flag = self._own + start + _FLAG
+        place = self._own // self._block_words
+        gives_up_s = time.monotonic() + _MAX_TURN_S
+        gives_way = False
+        while True:
+            if not gives_way:
+                self._words[flag] = 1
+                process_fence().call()  # pairs with the same fence in every other front end
+            others = self._asking(start)
+            if not others and not gives_way:
+                return True
+            gives_way = bool(others) and others[0] < place
+            is_late = time.monotonic() > gives_up_s
+            if gives_way or is_late:
+                self._words[flag] = 0
+            if is_late:
+                return False
+
+    def _asking(self, start: int) -> list[int]:
+        """Other places that live and have their flag up, in order."""
+        assert self._leases is not None
+        own = self._own // self._block_words
+        return [
+            place
+            for place in np.flatnonzero(self._blocks[:, start + _FLAG]).tolist()
+            if place != own and self._leases.is_held_by_other(FIRST_FRONT_END_BYTE + place)
+        ]
 
     def add_tokens(self, tenant: Tenant, num_tokens: int) -> None:
         """Output came; or, below zero, what was taken is not used."""

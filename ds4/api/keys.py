@@ -5,10 +5,12 @@ with options after it, all of them optional; `#` begins a line that says nothing
 
     KEY name=alice weight=2 max_concurrent=8 tokens_per_minute=60000
 
-Keys of one name are one tenant: its old key and its new one, say. What goes wrong is told by the number
-of the line, for no key may get into a log.
+Keys of one name are one tenant: its old key and its new one, say. A key without a name is a tenant of its
+own, named by its digest, so that what is stored stays its own wherever it stands in the file. What goes
+wrong is told by the number of the line, for no key may get into a log.
 """
 
+import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -100,14 +102,19 @@ def load_keys(settings: Settings) -> dict[bytes, Tenant]:
     found.pop("", None)
     tenants: dict[str, Tenant] = {}
     keys: dict[bytes, Tenant] = {}
-    for position, (key, options) in enumerate(found.items()):
-        name = options.get("name", f"#{position}")  # nobody can be called so
+    for key, options in found.items():
+        name = options.get("name") or _digest(key)
         tenant = Tenant(number=len(tenants) + 1, **{**options, "name": name})
         first = tenants.setdefault(name, tenant)
         if msgspec.structs.replace(tenant, number=first.number) != first:
             raise _fault(f"{settings.api_key_file} gives two keys of {name} different options")
         keys[key.encode()] = first
     return keys
+
+
+def _digest(key: str) -> str:
+    """A name that nobody can be given."""
+    return "#" + hashlib.blake2b(key.encode(), digest_size=16, person=b"ds4-tenant").hexdigest()
 
 
 def _read(path: str) -> dict[str, dict[str, Any]]:

@@ -4,7 +4,8 @@ Owns: the SQLite file in the shared directory. Runs in: front ends, in a thread 
 the first use. Source: SQLite's documentation of its rollback journal and of locks between processes.
 
 Every front end writes: SQLite's own locks, which end with their process, keep them apart, and a journal
-that a killed process left is rolled back by the next one. Bounds: what is longest unused goes first; a
+that a killed process left is rolled back by the next one. A response is its owner's, the tenant of the API
+key, and is not there for anybody else. Bounds: whoever keeps most gives what is longest unused of it; a
 response counts as used whenever a conversation goes on from it or from one after it.
 """
 
@@ -26,16 +27,18 @@ FILE_NAME: Final = "responses.sqlite"
 _BUSY_S: Final = 10.0  # a turn of another process takes milliseconds
 _MAX_TURNS: Final = 10_000
 _OVERHEAD_BYTES: Final = 512  # of a row, its index entries, half-filled pages
+_VERSION: Final = 2  # of the schema; what another version kept is given up
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY,
+    owner TEXT NOT NULL,
     previous TEXT,
     used_ms INTEGER NOT NULL,
     num_bytes INTEGER NOT NULL,
     response BLOB NOT NULL,
     input BLOB NOT NULL
 );
-CREATE INDEX IF NOT EXISTS by_use ON responses (used_ms, num_bytes);
+CREATE INDEX IF NOT EXISTS by_use ON responses (owner, used_ms, num_bytes);
 """
 _T = TypeVar("_T")
 
@@ -67,21 +70,21 @@ class ResponseStore:
         """Whether anything is stored at all."""
         return self.max_bytes > 0
 
-    async def put(self, response_id: str, stored: Stored) -> None:
+    async def put(self, response_id: str, stored: Stored, *, owner: str = "") -> None:
         """Keep a response. Raises StoreError."""
-        await self._run(lambda connection: self._put(connection, response_id, stored))
+        await self._run(lambda connection: self._put(connection, response_id, stored, owner))
 
-    async def get(self, response_id: str) -> Stored | None:
+    async def get(self, response_id: str, *, owner: str = "") -> Stored | None:
         """A response; None where it is not, or no longer, there. Raises StoreError."""
-        return await self._run(lambda connection: self._get(connection, response_id))
+        return await self._run(lambda connection: self._get(connection, response_id, owner))
 
-    async def delete(self, response_id: str) -> bool:
+    async def delete(self, response_id: str, *, owner: str = "") -> bool:
         """Forget a response; returns whether it was there. Raises StoreError."""
-        return await self._run(lambda connection: self._delete(connection, response_id))
+        return await self._run(lambda connection: self._delete(connection, response_id, owner))
 
-    async def conversation(self, response_id: str) -> list[Stored] | None:
+    async def conversation(self, response_id: str, *, owner: str = "") -> list[Stored] | None:
         """All turns up to and with this one, oldest first; None where one is missing. Raises StoreError."""
-        return await self._run(lambda connection: self._conversation(connection, response_id))
+        return await self._run(lambda connection: self._conversation(connection, response_id, owner))
 
     async def close(self) -> None:
         """Close the file, if it is open."""
@@ -111,43 +114,53 @@ class ResponseStore:
             self._connection.close()
             self._connection = None
 
-    def _put(self, connection: sqlite3.Connection, response_id: str, stored: Stored) -> None:
+    def _put(self, connection: sqlite3.Connection, response_id: str, stored: Stored, owner: str) -> None:
         num_bytes = len(stored.response) + len(stored.input) + _OVERHEAD_BYTES
         if num_bytes > self.max_bytes:
             raise StoreError("the response is larger than the whole store")
         now_ms = _now_ms()
         with _writing(connection):
             connection.execute("DELETE FROM responses WHERE used_ms < ?", (now_ms - self._max_age_ms,))
-            (total,) = connection.execute("SELECT coalesce(sum(num_bytes), 0) FROM responses").fetchone()
-            while total + num_bytes > self.max_bytes:
+            kept: dict[str, int] = dict(
+                connection.execute("SELECT owner, sum(num_bytes) FROM responses GROUP BY owner")
+            )
+            while sum(kept.values()) + num_bytes > self.max_bytes:
+                most = max(kept, key=lambda each: kept[each] + (num_bytes if each == owner else 0))
                 oldest, size = connection.execute(
-                    "SELECT id, num_bytes FROM responses ORDER BY used_ms, num_bytes LIMIT 1"
+                    "SELECT id, num_bytes FROM responses WHERE owner = ? ORDER BY used_ms, num_bytes LIMIT 1",
+                    (most,),
                 ).fetchone()
                 connection.execute("DELETE FROM responses WHERE id = ?", (oldest,))
-                total -= size
+                kept[most] -= size
+                if not kept[most]:
+                    del kept[most]
             connection.execute(
-                "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)",
-                (response_id, stored.previous, now_ms, num_bytes, stored.response, stored.input),
+                "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (response_id, owner, stored.previous, now_ms, num_bytes, stored.response, stored.input),
             )
 
-    def _get(self, connection: sqlite3.Connection, response_id: str) -> Stored | None:
+    def _get(self, connection: sqlite3.Connection, response_id: str, owner: str) -> Stored | None:
         row = connection.execute(
-            "SELECT response, input, previous FROM responses WHERE id = ? AND used_ms >= ?",
-            (response_id, _now_ms() - self._max_age_ms),
+            "SELECT response, input, previous FROM responses WHERE id = ? AND owner = ? AND used_ms >= ?",
+            (response_id, owner, _now_ms() - self._max_age_ms),
         ).fetchone()
         return None if row is None else Stored(*row)
 
-    def _delete(self, connection: sqlite3.Connection, response_id: str) -> bool:
+    def _delete(self, connection: sqlite3.Connection, response_id: str, owner: str) -> bool:
         with _writing(connection):
-            cursor = connection.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+            cursor = connection.execute(
+                "DELETE FROM responses WHERE id = ? AND owner = ?", (response_id, owner)
+            )
             return cursor.rowcount > 0
 
-    def _conversation(self, connection: sqlite3.Connection, response_id: str) -> list[Stored] | None:
+    def _conversation(
+        self, connection: sqlite3.Connection, response_id: str, owner: str
+    ) -> list[Stored] | None:
         turns: dict[str, Stored] = {}
         at: str | None = response_id
         with _writing(connection):
             while at is not None:
-                stored = self._get(connection, at)
+                stored = self._get(connection, at, owner)
                 if stored is None or at in turns or len(turns) >= _MAX_TURNS:
                     return None
                 turns[at] = stored
@@ -163,6 +176,10 @@ def _open(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
     try:
         with _writing(connection):
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version != _VERSION:
+                connection.execute("DROP TABLE IF EXISTS responses")
+                connection.execute(f"PRAGMA user_version = {_VERSION}")
             for statement in filter(str.strip, _SCHEMA.split(";")):
                 connection.execute(statement)
     except sqlite3.Error:

@@ -20,6 +20,7 @@ from ds4.api.choices import Choice, Choices, Job, Piece, open_choices, with_gram
 from ds4.api.documents import document
 from ds4.api.errors import Failure, NotFoundError
 from ds4.api.exchange import Exchange
+from ds4.api.keys import ANYBODY, Tenant
 from ds4.api.response_items import ItemBuilder
 from ds4.api.response_store import Stored, StoreError
 from ds4.api.sse import named_event
@@ -61,7 +62,7 @@ async def responses(exchange: Exchange) -> None:
     request = await exchange.prepare(decode_responses)
     _check_store(state, request)
     items = [_with_id(item) for item in input_items(request)]
-    history = await _history(state, request.previous_response_id)
+    history = await _history(state, request.previous_response_id, exchange.tenant.name)
     limit = state.max_context_tokens
     # How long a body is says little here: the history may be long.
     job = await state.compute(
@@ -70,7 +71,7 @@ async def responses(exchange: Exchange) -> None:
     )
     job = await with_grammar(exchange, job)
     with open_choices(exchange, job) as choices:
-        answer = _Answer(state, request, items, job, choices)
+        answer = _Answer(exchange, request, items, job, choices)
         if job.plan.stream:
             await stream_frames(
                 exchange, choices, lambda choice: _ResponseEvents(answer), answer.last, answer.failed
@@ -92,11 +93,11 @@ def _check_store(state: FrontState, request: ResponsesRequest) -> None:
             raise RequestError(message, param=param, code="unsupported_parameter")
 
 
-async def _history(state: FrontState, previous: str | None) -> list[Item]:
+async def _history(state: FrontState, previous: str | None, owner: str) -> list[Item]:
     """All items before this turn. Raises RequestError, StoreError."""
     if not previous:
         return []
-    turns = await state.store.conversation(previous)
+    turns = await state.store.conversation(previous, owner=owner)
     if turns is None:
         raise RequestError(
             f"the previous response {previous[:80]!r}, or one before it, is not stored here",
@@ -147,10 +148,12 @@ class _Answer:
     """One response from its first state to its last. Owned by the task that answers."""
 
     def __init__(
-        self, state: FrontState, request: ResponsesRequest, items: list[Item], job: Job, choices: Choices
+        self, exchange: Exchange, request: ResponsesRequest, items: list[Item], job: Job, choices: Choices
     ) -> None:
+        state = exchange.state
         self.builder = ItemBuilder(summarises=request.summarises, keeps_opaque=request.wants_opaque_reasoning)
         self._store = state.store
+        self._owner = exchange.tenant.name
         self._items = items
         self._choices = choices
         reasoning = request.reasoning or Reasoning()
@@ -219,7 +222,7 @@ class _Answer:
             response, items = self.response, self._items
             try:
                 stored = Stored(_encode(response), _encode(items), response.previous_response_id)
-                await self._store.put(response.id, stored)
+                await self._store.put(response.id, stored, owner=self._owner)
             except StoreError as error:  # the answer is there all the same, and says that it is not kept
                 _log.warning("a response could not be stored: %s", error)
                 self.response = msgspec.structs.replace(response, store=False)
@@ -262,15 +265,21 @@ def _frames(events: Sequence[out.StreamEvent]) -> bytes:
     return b"".join(map(named_event, events))
 
 
+def _owner(request: Request) -> str:
+    tenant: Tenant = request.scope.get("ds4.tenant", ANYBODY)
+    return tenant.name
+
+
 class StoredResponses:
-    """The routes of what was stored."""
+    """The routes of what was stored. What is another tenant's is not there."""
 
     def __init__(self, state: FrontState) -> None:
         self._state = state
 
     async def _found(self, request: Request) -> Stored:
         response_id = str(request.path_params["id"])
-        found = await self._state.store.get(response_id) if self._state.store.is_on else None
+        store = self._state.store
+        found = await store.get(response_id, owner=_owner(request)) if store.is_on else None
         if found is None:
             raise _not_found(response_id)
         return found
@@ -291,7 +300,8 @@ class StoredResponses:
 
     async def _delete(self, request: Request) -> HttpResponse:
         response_id = str(request.path_params["id"])
-        if not (self._state.store.is_on and await self._state.store.delete(response_id)):
+        store = self._state.store
+        if not (store.is_on and await store.delete(response_id, owner=_owner(request))):
             raise _not_found(response_id)
         return document(out.Deleted(id=response_id))
 

@@ -1,14 +1,18 @@
 """ds4/api/key_limits.py: limits that hold over several front ends, alone and through HTTP."""
 
+import contextlib
+import threading
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from ds4.api import key_limits
 from ds4.api.errors import KeyLimitError
-from ds4.api.key_limits import PERIOD_S, KeyLimits
+from ds4.api.key_limits import _FLAG, PERIOD_S, KeyLimits
 from ds4.api.keys import Tenant
+from ds4.ring.fence import process_fence
 from ds4.ring.liveness import FIRST_FRONT_END_BYTE, Leases
 from tests.support.front_rig import Front, until, with_front
 
@@ -66,6 +70,51 @@ def test_concurrent_requests_count_over_all_front_ends(places: Places) -> None:
     with pytest.raises(KeyLimitError):
         second.take(ALICE, 4, 1)
     second.take(ALICE, 3, 1)
+
+
+def test_of_two_that_compete_for_the_last_place_one_gets_it(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have asked before either looks at what the other did: without turns each refuses the other."""
+    both_asked = threading.Barrier(2)
+    have_asked = threading.local()
+
+    class Meeting:
+        @staticmethod
+        def call() -> None:
+            if not hasattr(have_asked, "once"):
+                have_asked.once = True
+                both_asked.wait(30)
+            process_fence().call()
+
+    monkeypatch.setattr(key_limits, "process_fence", Meeting)
+    monkeypatch.setattr(key_limits, "_MAX_TURN_S", 30.0)  # threads take longer turns than processes
+    competing = [places.enter(index) for index in (1, 4)]
+    for tenant, num_sequences, num_tokens in ((ALICE, 4, 1), (CAROL, 1, 10)):
+        won: list[KeyLimits] = []
+
+        def compete(limits: KeyLimits) -> None:
+            with contextlib.suppress(KeyLimitError):
+                limits.take(tenant, num_sequences, num_tokens)  # noqa: B023 - ends within the round
+                won.append(limits)  # noqa: B023
+
+        threads = [threading.Thread(target=compete, args=(limits,)) for limits in competing]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+
+
+def test_a_place_that_is_stopped_while_it_asks_holds_nobody_up(places: Places) -> None:
+    stopped, going = places.enter(0), places.enter(1)
+    stopped._words[stopped._own + _FLAG] = 1  # where a process would leave it
+    going.take(ALICE, 4, 1)
+    with pytest.raises(KeyLimitError):
+        going.take(ALICE, 1, 1)
+    places.die(0)
+    assert going._asking(0) == []
+    places.enter(0).take(CAROL, 1, 1)
 
 
 def test_a_tenant_without_limits_is_not_counted(places: Places) -> None:

@@ -18,10 +18,14 @@ def _load(tmp_path: Path, text: str, api_key: str = "") -> dict[bytes, Tenant]:
 def test_a_line_gives_a_key_and_what_its_owner_may(tmp_path: Path) -> None:
     text = "# ours\n\n  sk-a= weight=2 name=alice\tmax_concurrent=8 tokens_per_minute=60000\nplain\n"
     keys = _load(tmp_path, text)
+    plain = keys[b"plain"].name
     assert keys == {
         b"sk-a=": Tenant(number=1, name="alice", weight=2, max_concurrent=8, tokens_per_minute=60000),
-        b"plain": Tenant(number=2, name="#1"),
+        b"plain": Tenant(number=2, name=plain),
     }
+    assert plain.startswith("#")
+    assert "plain" not in plain
+    assert _load(tmp_path, "first\nplain\n")[b"plain"].name == plain, "wherever it stands"
     assert keys[b"sk-a="].is_limited
     assert not keys[b"plain"].is_limited
 

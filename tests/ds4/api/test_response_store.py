@@ -1,6 +1,8 @@
 """ds4/api/response_store.py: what is kept, for how long, and who sees it."""
 
 import asyncio
+import contextlib
+import sqlite3
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -69,6 +71,46 @@ def test_a_conversation_is_all_its_turns_in_order(tmp_path: Path) -> None:
         await store.delete("a")
         assert await store.conversation("c") is None
         assert await store.conversation("nothing") is None
+
+    _with_store(tmp_path, scenario)
+
+
+def test_what_is_one_owners_is_nobody_elses(tmp_path: Path) -> None:
+    async def scenario(store: ResponseStore) -> None:
+        await store.put("a", _stored(b"1"), owner="alice")
+        await store.put("b", _stored(b"2", "a"), owner="bob")
+        for owner in ("", "bob"):
+            assert await store.get("a", owner=owner) is None
+            assert await store.conversation("a", owner=owner) is None
+            assert await store.conversation("b", owner=owner) is None
+            assert not await store.delete("a", owner=owner)
+        assert await store.get("a", owner="alice") == _stored(b"1")
+        assert await store.delete("a", owner="alice")
+
+    _with_store(tmp_path, scenario)
+
+
+def test_whoever_keeps_most_makes_room(tmp_path: Path) -> None:
+    async def scenario(store: ResponseStore) -> None:
+        await store.put("little", _stored(b"1"), owner="modest")
+        for index in range(12):
+            await store.put(f"big{index}", _stored(b"x" * 200_000), owner="greedy")
+        assert await store.get("little", owner="modest") is not None
+        assert await store.get("big0", owner="greedy") is None
+        await store.put("middle", _stored(b"x" * 300_000), owner="modest")
+        assert await store.get("middle", owner="modest") is not None
+        assert await store.get("little", owner="modest") is not None
+
+    _with_store(tmp_path, scenario)
+
+
+def test_what_an_older_version_kept_is_given_up(tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as old:
+        old.execute("CREATE TABLE responses (id TEXT PRIMARY KEY)")
+
+    async def scenario(store: ResponseStore) -> None:
+        await store.put("a", _stored(b"1"), owner="alice")
+        assert await store.get("a", owner="alice") is not None
 
     _with_store(tmp_path, scenario)
 

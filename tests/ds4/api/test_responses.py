@@ -308,3 +308,38 @@ def test_a_call_is_an_item_and_its_result_goes_back(tmp_path: Path) -> None:
         assert "a cat" in _prompt(front)
 
     with_front(tmp_path, scenario, script=None)
+
+
+def test_a_key_does_not_reach_the_responses_of_another(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("sk-old name=alice\nsk-new name=alice\nsk-bob\nsk-carol\n")
+
+    async def scenario(front: Front) -> None:
+        def headers(key: str) -> dict[str, str]:
+            return {"Authorization": f"Bearer {key}"}
+
+        async def ask(key: str, **fields: Any) -> httpx.Response:
+            body = {"model": "m", "input": "hello", **fields}
+            return await front.client.post(_PATH, json=body, headers=headers(key))
+
+        for owner, other in (("sk-old", "sk-bob"), ("sk-bob", "sk-carol")):
+            kept = (await ask(owner)).json()["id"]
+            url = f"{_PATH}/{kept}"
+            refused = [
+                await front.client.get(url, headers=headers(other)),
+                await front.client.get(f"{url}/input_items", headers=headers(other)),
+                await front.client.post(f"{url}/cancel", headers=headers(other)),
+                await front.client.delete(url, headers=headers(other)),
+            ]
+            assert [each.status_code for each in refused] == [404] * 4
+            onward = await ask(other, previous_response_id=kept)
+            assert (onward.status_code, onward.json()["error"]["code"]) == (
+                400,
+                "previous_response_not_found",
+            )
+            assert (await front.client.get(url, headers=headers(owner))).status_code == 200
+            assert (await ask(owner, previous_response_id=kept)).status_code == 200
+        kept = (await ask("sk-old")).json()["id"]  # another key of the same tenant
+        assert (await front.client.get(f"{_PATH}/{kept}", headers=headers("sk-new"))).status_code == 200
+
+    with_front(tmp_path, scenario, api_key_file=str(path))
