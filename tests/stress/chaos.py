@@ -5,7 +5,7 @@
 Every stream must end exactly right, or with an explicit error, or with its connection where the very
 front end that held it was struck; what came before must be right in any case. At the end nothing may be
 left: slots, pages, prompt files, descriptors, memory, processes. A run is a function of its seed as far
-as the machine allows. The server's clocks are monotonic, so jumps of the wall clock are no blow.
+as the machine allows.
 """
 
 import argparse
@@ -23,13 +23,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import httpx
 import msgspec
 
+from tests.support.jumping_clock import JumpingClock, find_compiler
 from tests.support.raw_http import Answer, chat
-from tests.support.server import Server, chat_request, complete, serving, wait_until
+from tests.support.server import Server, chat_request, complete, process_children, serving, wait_until
+from tests.support.struck import POISON, STRIKE
 from tests.support.tiny_model import TinyShape, write_tiny_model
 
 STUCK_AFTER_S: Final = 120.0
@@ -37,6 +39,17 @@ CALM_S: Final = 120.0
 TMPFS_BYTES: Final = 64 << 20
 MAX_DESCRIPTORS: Final = 40  # of a process with no connection
 MAX_GROWTH_BYTES: Final = 16 << 20  # of the supervisor, the one process that lives all along
+MAX_BYTES: Final = 400 << 20  # of any process at the end; a fresh one has half of it
+DAY_S: Final = 86_400
+# What a successor rebuilds from the tokens so far; requests take one each in turn.
+KINDS: Final[tuple[dict[str, Any], ...]] = (
+    {"temperature": 0.8},
+    {"temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.2, "stop": ["never in it"]},
+    {"temperature": 0.8, "logprobs": True, "top_logprobs": 2},
+    {"temperature": 0.8, "stream": False},
+    {"temperature": 1.0, "guided_regex": "[a-z]{20}( [a-z]{3,9}){9}", "ignore_eos": False, "max_tokens": 200},
+    {"temperature": 0.0, "n": 2, "stream": False},
+)
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -62,10 +75,11 @@ class Outcome(msgspec.Struct):
 class Run:
     """The server under attack, the streams that are checked, and what was found."""
 
-    def __init__(self, plan: Plan, server: Server, shared: Path) -> None:
+    def __init__(self, plan: Plan, server: Server, shared: Path, clock: JumpingClock | None) -> None:
         self.plan = plan
         self.server = server
         self.shared = shared
+        self.clock = clock
         self.rng = random.Random(plan.seed)
         self.counts: Counter[str] = Counter()
         self.blows: Counter[str] = Counter()
@@ -73,12 +87,19 @@ class Run:
         self.struck_s = 0.0  # when a front end was last struck
         self.longest_s = 0.0
         self.stopping = False
+        self.num_poisons = 0
+        self.poisons: list[asyncio.Future[None]] = []
         self.bodies = [
-            chat_request(f"request {number}", 40 + 20 * number, temperature=0.8, seed=number)
+            # Every fifth prompt is too long for its descriptor and goes through a file.
+            chat_request(
+                "request " * (150 if number % 5 == 4 else 1) + str(number), 40 + 20 * number, seed=number
+            )
+            | KINDS[number % len(KINDS)]
             for number in range(12)
         ]
         self.expected = [
-            complete(server.url, body)["choices"][0]["message"]["content"] for body in self.bodies
+            "".join(choice["message"]["content"] for choice in complete(server.url, body)["choices"])
+            for body in self.bodies
         ]
 
     # -- streams
@@ -144,16 +165,23 @@ class Run:
             self.stop_worker,
             self.stop_front_end,
             self.end_worker,
+            self.strike_device,
             self.reload_front_ends,
             self.hand_over,
+            self.kill_checker,
+            self.stop_supervisor,
         ]
+        if self.clock is not None:
+            kinds.append(self.jump_clock)
+        if self.plan.seconds > 60:
+            kinds.append(self.send_poison)
         if os.path.ismount(self.shared):
             kinds.append(self.fill_disk)
         kind = self.rng.choice(kinds)
         self.blows[kind.__name__] += 1
         try:
             return kind()
-        except (ProcessLookupError, IndexError):
+        except (ProcessLookupError, IndexError, ValueError):
             return 0.0  # it was dead already
 
     def _one(self, words: str) -> int:
@@ -165,6 +193,43 @@ class Run:
 
     def end_worker(self) -> float:
         os.kill(self._one("workers.main"), signal.SIGTERM)
+        return 0.0
+
+    def strike_device(self) -> float:
+        """Its next step fails, and the worker ends."""
+        os.kill(self._one("workers.main"), STRIKE)
+        return 0.0
+
+    def kill_checker(self) -> float:
+        """The process in which a front end checks grammars."""
+        (checker,) = process_children(self._one("-m ds4 front"), "grammar_check")
+        os.kill(checker, signal.SIGKILL)
+        return 0.0
+
+    def stop_supervisor(self) -> float:
+        """Nobody restarts anything for a while."""
+        self.server.send(signal.SIGSTOP)
+        asyncio.get_running_loop().call_later(3.0, self.server.send, signal.SIGCONT)
+        return self.rng.choice((0.0, 3.0))
+
+    def jump_clock(self) -> float:
+        """The wall clock of every process is years off from one moment to the next."""
+        assert self.clock is not None
+        self.clock.set(self.rng.choice((0, 60, -60, DAY_S, -DAY_S, 3000 * DAY_S, -3000 * DAY_S)))
+        return 0.0
+
+    def send_poison(self) -> float:
+        """A request that no worker survives; it must fail, and only it."""
+        self.num_poisons += 1
+        body = chat_request(f"{POISON} {self.num_poisons}", 20)
+
+        async def send() -> None:
+            answer = await chat(self.server.port, body)
+            self.counts[f"poison {answer.error}"] += 1
+            if answer.is_done and not answer.error:
+                self.faults.append("a request that kills the worker came to its end")
+
+        self.poisons.append(asyncio.ensure_future(send()))
         return 0.0
 
     def kill_front_end(self) -> float:
@@ -230,7 +295,7 @@ class Run:
                 self.faults.append(f"the server ended with {self.server.process.returncode}")
                 break
         self.stopping = True
-        await asyncio.gather(*streams)
+        await asyncio.gather(*streams, *self.poisons)
 
     async def calm(self) -> None:
         """After the blows everything works again: each body once, without an exception."""
@@ -271,6 +336,8 @@ class Run:
             count = len(os.listdir(f"/proc/{pid}/fd"))
             if count > MAX_DESCRIPTORS:
                 self.faults.append(f"process {pid} has {count} descriptors")
+            if (size := resident_bytes(pid)) > MAX_BYTES:
+                self.faults.append(f"process {pid} has {size >> 20} MiB")
         growth = resident_bytes(self.server.process.pid) - supervisor_bytes
         if growth > MAX_GROWTH_BYTES:
             self.faults.append(f"the supervisor grew by {growth} bytes")
@@ -313,10 +380,13 @@ def strike(plan: Plan) -> Outcome:
     with small_disk() as shared, tempfile.TemporaryDirectory() as directory:
         model = write_tiny_model(Path(directory) / "tiny.gguf", shape=TinyShape(max_context_tokens=4096))
         flags = ["--device", "reference", "--front-ends", str(plan.front_ends), "--shared-dir", str(shared)]
-        flags += ["--resume-attempts", "100", "--slots-per-front-end", str(plan.streams)]
+        flags += ["--resume-attempts", "20", "--slots-per-front-end", str(plan.streams)]
         flags += ["--front-end-timeout-s", "5", "--resume-timeout-s", "25", "--log-level", "info"]
-        with serving(model, *flags) as server:
-            run = Run(plan, server, shared)
+        compiler = find_compiler()
+        clock = JumpingClock(Path(directory), compiler) if compiler else None
+        environment = clock.environment if clock else None
+        with serving(model, *flags, environment=environment, module="tests.support.struck") as server:
+            run = Run(plan, server, shared, clock)
             supervisor_bytes = resident_bytes(server.process.pid)
             asyncio.run(run.strike())
             asyncio.run(run.calm())

@@ -63,13 +63,15 @@ async def chat(
     pause_s: float = 0.0,
     answer: Answer | None = None,
 ) -> Answer:
-    """One chat request, streamed. `leave_after`: hang up after so many events. `pause_s`: read slowly.
+    """One chat request, streamed unless the body says otherwise.
+
+    `leave_after`: hang up after so many events. `pause_s`: read slowly.
 
     Never raises for what the server does: a connection that ends early is an `error` without `is_done`.
     `answer` is filled as the answer comes, for callers that give up waiting.
     """
     answer = answer or Answer()
-    raw = json.dumps({**body, "stream": True}).encode()
+    raw = json.dumps({"stream": True, **body}).encode()
     try:
         async with connected(port) as (reader, writer):
             writer.write(
@@ -80,6 +82,11 @@ async def chat(
     except (OSError, EOFError, ValueError, asyncio.IncompleteReadError) as error:
         answer.error = answer.error or f"connection: {type(error).__name__}"
     return answer
+
+
+def _text(part: Mapping[str, Any]) -> str:
+    """The text of a message or of a piece of one."""
+    return part.get("content") or ""
 
 
 async def _read(reader: asyncio.StreamReader, answer: Answer, leave_after: int, pause_s: float) -> None:
@@ -100,7 +107,10 @@ async def _read(reader: asyncio.StreamReader, answer: Answer, leave_after: int, 
         if answer.status != 200:
             answer.error = json.loads(line)["error"]["code"] or "error"
             return
-        if line == b"data: [DONE]":
+        if not chunked and line.startswith(b"{"):
+            answer.text = "".join(_text(choice["message"]) for choice in json.loads(line)["choices"])
+            answer.is_done = True
+        elif line == b"data: [DONE]":
             answer.is_done = True
         elif line.startswith(b"data: "):
             event = json.loads(line[6:])
@@ -108,7 +118,7 @@ async def _read(reader: asyncio.StreamReader, answer: Answer, leave_after: int, 
                 answer.error = event["error"]["code"] or "error"
                 continue
             answer.num_events += 1
-            answer.text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+            answer.text += "".join(_text(choice["delta"]) for choice in event["choices"])
             if leave_after and answer.num_events >= leave_after:
                 return
             if pause_s:

@@ -43,6 +43,20 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return inherited | dict(extra or {})
 
 
+def process_children(parent: int, words: str = "") -> list[int]:
+    """Ids of the living children of a process whose command line holds `words`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if fields[0] != "Z" and int(fields[1]) == parent and words in command:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
 class Running:
     """One started command and all it wrote. Owned by the test that started it."""
 
@@ -92,16 +106,7 @@ class Running:
 
     def children(self, words: str = "") -> list[int]:
         """Ids of its living children whose command line holds `words`."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            with contextlib.suppress(OSError):
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                if fields[0] != "Z" and int(fields[1]) == self.process.pid and words in command:
-                    found.append(int(entry.name))
-        return sorted(found)
+        return process_children(self.process.pid, words)
 
     def kill(self) -> None:
         """End it and its children, whatever state they are in."""
