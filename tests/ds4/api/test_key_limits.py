@@ -72,12 +72,13 @@ def test_concurrent_requests_count_over_all_front_ends(places: Places) -> None:
     second.take(ALICE, 3, 1)
 
 
-def test_of_two_that_compete_for_the_last_place_one_gets_it(
+def test_of_two_that_compete_for_what_is_left_one_gets_it(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both have asked before either looks at what the other did: without turns each refuses the other."""
-    both_asked = threading.Barrier(2)
+    both_asked, both_summed = threading.Barrier(2), threading.Barrier(2)
     have_asked = threading.local()
+    sum_up = KeyLimits._used
 
     class Meeting:
         @staticmethod
@@ -87,23 +88,29 @@ def test_of_two_that_compete_for_the_last_place_one_gets_it(
                 both_asked.wait(30)
             process_fence().call()
 
+    def slowly(limits: KeyLimits, start: int, now: int) -> list[int]:
+        used = sum_up(limits, start, now)
+        with contextlib.suppress(threading.BrokenBarrierError):  # whose turn it is is alone here
+            both_summed.wait(0.2)
+        return used
+
     monkeypatch.setattr(key_limits, "process_fence", Meeting)
+    monkeypatch.setattr(KeyLimits, "_used", slowly)
     monkeypatch.setattr(key_limits, "_MAX_TURN_S", 30.0)  # threads take longer turns than processes
     competing = [places.enter(index) for index in (1, 4)]
-    for tenant, num_sequences, num_tokens in ((ALICE, 4, 1), (CAROL, 1, 10)):
-        won: list[KeyLimits] = []
+    won: list[KeyLimits] = []
 
-        def compete(limits: KeyLimits) -> None:
-            with contextlib.suppress(KeyLimitError):
-                limits.take(tenant, num_sequences, num_tokens)  # noqa: B023 - ends within the round
-                won.append(limits)  # noqa: B023
+    def compete(limits: KeyLimits) -> None:
+        with contextlib.suppress(KeyLimitError):
+            limits.take(CAROL, 1, 10)
+            won.append(limits)
 
-        threads = [threading.Thread(target=compete, args=(limits,)) for limits in competing]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(won) == 1
+    threads = [threading.Thread(target=compete, args=(limits,)) for limits in competing]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
 
 
 def test_a_place_that_is_stopped_while_it_asks_holds_nobody_up(places: Places) -> None:
