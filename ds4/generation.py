@@ -98,6 +98,7 @@ class GenerationEnd(msgspec.Struct, frozen=True):
     error_code: int = 0
     error_text: str = ""
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    queue_ms: int = 0  # from the worker's taking it to its first row
 
 
 _UNFIT: Final = frozenset({ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE})

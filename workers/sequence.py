@@ -234,7 +234,8 @@ class Sequence:
     def finish(self, reason: FinishReason, error_code: int = 0, text: str = "") -> GenerationEnd:
         """Decide the one ending."""
         self.move(Status.FINISHED)
-        self.end = GenerationEnd(reason, int(error_code), text, self.reused_tokens)
+        queue_ms = round((self.first_row_s - self.submitted_s) * 1000) if self.first_row_s else 0
+        self.end = GenerationEnd(reason, int(error_code), text, self.reused_tokens, queue_ms)
         return self.end
 
     def unseat(self) -> list[int]:

@@ -106,6 +106,7 @@ class Choice:
         self.prompt_index = prompt_index
         self.num_generated = 0
         self.num_cached_tokens = 0
+        self.queue_s = 0.0
         self.first_token_s = 0.0
         self.last_token_s = 0.0
         self.matched_stop: str | None = None
@@ -147,6 +148,7 @@ class Choice:
             if end is not None:
                 # After a resumption the cache may also have held output.
                 self.num_cached_tokens = min(end.num_cached_tokens, self._generation.num_prompt_tokens)
+                self.queue_s = end.queue_ms / 1000
             if piece.text or piece.finish or piece.tokens or piece.events:
                 if self._exchange.gone:
                     raise ClientGoneError
@@ -190,10 +192,13 @@ class Choice:
     def timings(self) -> Timings:
         """Times of this choice so far."""
         num_prompt = self._generation.num_prompt_tokens if self._generation is not None else 0
+        until_first_s = max(0.0, self.first_token_s - self._started_s)
+        queue_s = min(self.queue_s, until_first_s)
         return timings(
             num_prompt,
             self.num_cached_tokens,
-            max(0.0, self.first_token_s - self._started_s),
+            queue_s,
+            until_first_s - queue_s,
             self.num_generated,
             max(0.0, self.last_token_s - self.first_token_s),
         )

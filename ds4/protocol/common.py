@@ -453,8 +453,9 @@ def usage(num_prompt: int, num_completion: int, num_cached: int, num_reasoning: 
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """`timings`, an extension, named as llama-server names it. Prompt time includes the queue."""
+    """`timings`, an extension, named as llama-server names it; `queue_ms` is how long the prompt waited before."""
 
+    queue_ms: float
     cache_n: int
     prompt_n: int
     prompt_ms: float
@@ -465,12 +466,13 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def timings(
-    num_prompt: int, num_cached: int, prompt_s: float, num_generated: int, decode_s: float
+    num_prompt: int, num_cached: int, queue_s: float, prompt_s: float, num_generated: int, decode_s: float
 ) -> Timings:
-    """The `timings` object of one choice; `decode_s` runs from its first token to its last."""
+    """The `timings` object of one choice; `prompt_s` runs from the queue's end to the first token."""
     computed = max(0, num_prompt - num_cached)
     steps = max(0, num_generated - 1)  # the first token came out of the prompt
     return Timings(
+        queue_ms=round(queue_s * 1000, 3),
         cache_n=num_cached,
         prompt_n=computed,
         prompt_ms=round(prompt_s * 1000, 3),

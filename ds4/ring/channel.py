@@ -218,12 +218,12 @@ class Channel:
 
     def _take_end(self, stream: RingStream, num_tokens: int, words: tuple[int, int, int] | None) -> bool:
         assert words is not None
-        _, word_2, word_3 = words
+        word_3 = words[2]
         text_bytes = word_3 >> 32
         text = self.segment.read_text(stream.slot, text_bytes) if text_bytes else ""
         del self._streams[stream.request_id]
         self._free.append(stream.slot)
-        return stream.push_end(num_tokens, events.decode_final(word_2, word_3, text))
+        return stream.push_end(num_tokens, events.decode_final(*words, text))
 
     # -- leaving
 

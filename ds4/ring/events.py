@@ -3,7 +3,7 @@
 Owns: the record format. Runs in: worker (encode), front ends (decode). Source: ours.
 
     word 0  request id
-    word 1  kind << 32 | number of top pairs << 40 | slot
+    word 1  kind << 32 | slot, and from bit 40    TOKEN: number of top pairs    FINAL: time in the queue in ms
     word 2  TOKEN: token id << 32 | index of the token      FINAL: cached tokens << 32 | number of tokens
     word 3  TOKEN: bits of the float32 log-probability      FINAL: reason | error code << 8 | text bytes << 32
 
@@ -35,6 +35,8 @@ LOGPROB_COLUMN: Final = 6
 
 _LOW: Final = 0xFFFFFFFF
 _MAX_ERROR_CODE: Final = 0xFFFFFF
+_QUEUE_SHIFT: Final = 40
+_MAX_QUEUE_MS: Final = 0xFFFFFF  # more than four hours
 
 
 class CorruptEventError(RingError):
@@ -65,19 +67,19 @@ def final_record(
     """The four words of an ending."""
     return [
         request_id,
-        FINAL_WORD | slot,
+        FINAL_WORD | slot | min(max(0, end.queue_ms), _MAX_QUEUE_MS) << _QUEUE_SHIFT,
         (end.num_cached_tokens & _LOW) << 32 | (num_tokens & _LOW),
         int(end.reason) | (end.error_code & _MAX_ERROR_CODE) << 8 | text_bytes << 32,
     ]
 
 
-def decode_final(word_2: int, word_3: int, text: str) -> GenerationEnd:
+def decode_final(word_1: int, word_2: int, word_3: int, text: str) -> GenerationEnd:
     """An ending from its words. Raises CorruptEventError for a reason that does not exist."""
     try:
         reason = FinishReason(word_3 & 0xFF)
     except ValueError:
         raise CorruptEventError(f"unknown finish reason {word_3 & 0xFF}") from None
-    return GenerationEnd(reason, word_3 >> 8 & _MAX_ERROR_CODE, text, word_2 >> 32)
+    return GenerationEnd(reason, word_3 >> 8 & _MAX_ERROR_CODE, text, word_2 >> 32, word_1 >> _QUEUE_SHIFT)
 
 
 def decode_records(records: Words) -> Iterable[Decoded]:

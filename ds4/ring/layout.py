@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 MAGIC: Final = 0x3130_474E_4952_3444  # "D4RING01", little-endian; stored last
-VERSION: Final = 2
+VERSION: Final = 3
 PAGE_BYTES: Final = 4096
 LINE_BYTES: Final = 128
 LINE_WORDS: Final = LINE_BYTES // 8

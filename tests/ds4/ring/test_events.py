@@ -47,18 +47,19 @@ def test_chains_of_any_length_come_back_in_order(
     st.integers(0, 0xFFFFFFFF),
     st.integers(0, 0xFFFFFFFF),
     st.integers(0, 1024),
+    st.integers(0, 0xFFFFFF),
 )
 def test_an_ending_comes_back(
-    reason: FinishReason, code: int, cached: int, num_tokens: int, text: int
+    reason: FinishReason, code: int, cached: int, num_tokens: int, text: int, queue_ms: int
 ) -> None:
-    end = GenerationEnd(reason, code, "text", cached)
+    end = GenerationEnd(reason, code, "text", cached, queue_ms)
     record = np.array([events.final_record(1 << 63, 5, num_tokens, end, text)], np.uint64)
     [(request_id, found_tokens, token, words)] = events.decode_records(record)
     assert (request_id, found_tokens, token) == (1 << 63, num_tokens, None)
     assert words is not None
     assert words[0] & 0xFFFFFFFF == 5
     assert words[2] >> 32 == text
-    assert events.decode_final(words[1], words[2], "text") == end
+    assert events.decode_final(*words, "text") == end
 
 
 def test_a_chain_that_is_cut_off_is_noticed() -> None:
@@ -72,7 +73,7 @@ def test_unknown_kinds_and_reasons_are_noticed() -> None:
     with pytest.raises(events.CorruptEventError, match="kind"):
         events.decode_records(record)
     with pytest.raises(events.CorruptEventError, match="reason"):
-        events.decode_final(0, 99, "")
+        events.decode_final(0, 0, 99, "")
 
 
 def test_more_pairs_than_allowed_are_noticed() -> None:
