@@ -11,10 +11,11 @@ response counts as used whenever a conversation goes on from it or from one afte
 
 import asyncio
 import contextlib
+import os
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -105,7 +106,7 @@ class ResponseStore:
             if self._connection is None:
                 self._connection = _open(self._path)
             return work(self._connection)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             self._close()  # a later call may find the file whole again
             raise StoreError(f"the response store cannot be used: {error}") from error
 
@@ -173,6 +174,8 @@ class ResponseStore:
 
 
 def _open(path: Path) -> sqlite3.Connection:
+    # SQLite itself would let others read the file, and gives its journal the same mode.
+    os.close(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
     try:
         with _writing(connection):
@@ -201,4 +204,5 @@ def _writing(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def _now_ms() -> int:
-    return int(datetime.now(UTC).timestamp() * 1000)
+    """Of the clock that does not jump: the store lives no longer than its server."""
+    return time.monotonic_ns() // 1_000_000

@@ -41,7 +41,7 @@ def test_nothing_is_opened_before_the_first_use(tmp_path: Path) -> None:
     async def scenario(store: ResponseStore) -> None:
         assert not (tmp_path / FILE_NAME).exists()
         assert await store.get("a") is None
-        assert (tmp_path / FILE_NAME).exists()
+        assert (tmp_path / FILE_NAME).stat().st_mode & 0o777 == 0o600
 
     _with_store(tmp_path, scenario)
 
