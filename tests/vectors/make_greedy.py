@@ -63,13 +63,16 @@ def widen(source: Path, target: Path) -> Path:
     return target
 
 
-def open_peer(path: Path, **options: Any) -> Any:
-    """The peer on `path`, float32 KV cache, on one thread."""
+def open_peer(
+    path: Path, kv_type: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32, **options: Any
+) -> Any:
+    """The peer on `path`, on one thread."""
     import llama_cpp
 
     return llama_cpp.Llama(
-        str(path), n_ctx=1024, n_threads=1, n_threads_batch=1, type_k=0, type_v=0, verbose=False, **options
-    )
+        str(path), n_ctx=1024, n_threads=1, n_threads_batch=1, type_k=int(kv_type), type_v=int(kv_type),
+        verbose=False, **options,
+    )  # fmt: skip
 
 
 def last_logits(peer: Any) -> NDArray[np.float32]:
