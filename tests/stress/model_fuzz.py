@@ -157,7 +157,10 @@ def _set_template(rng: random.Random, pieces: Pieces) -> None:
 
 def _change_vocabulary(rng: random.Random, pieces: Pieces) -> None:
     """Tokens, types or merges: longer, shorter, repeated, nonsense."""
-    arrays = [key for key, (kind, _) in pieces.pairs.items() if kind == ARRAY]
+    # Those that no other change has made nonsense of.
+    arrays = [
+        key for key, value in pieces.pairs.items() if value[0] == ARRAY and value == pieces.sound.get(key)
+    ]
     if not arrays:
         return
     key = rng.choice(arrays)

@@ -68,9 +68,12 @@ class TensorPiece(msgspec.Struct):
 
 
 class Pieces(msgspec.Struct):
-    """A file to change and to put together again. `pairs`: key to value type and raw value."""
+    """A file to change and to put together again. `pairs`: key to value type and raw value; `sound`: as
+    they were at first.
+    """
 
     pairs: dict[str, tuple[int, bytes]]
+    sound: dict[str, tuple[int, bytes]]
     tensors: list[TensorPiece]
     data: bytes
 
@@ -120,4 +123,4 @@ def cut(content: bytes) -> Pieces:
         sizes = [cursor.number(8) for _ in range(cursor.number(4))]
         tensors.append(TensorPiece(name, sizes, cursor.number(4), cursor.number(8)))
     cursor.take(-cursor.position % _ALIGNMENT)
-    return Pieces(pairs, tensors, content[cursor.position :])
+    return Pieces(pairs, dict(pairs), tensors, content[cursor.position :])
