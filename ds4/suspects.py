@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 SUSPECT_AFTER: Final = 2  # crashes
 PROOF_TOKENS: Final = 3  # new ones, that end a suspect's turn: past what was in flight at the crash
-TURN_S: Final = 10.0  # the longest turn: a slow prompt or reader shall not hold up the others
+TURN_S: Final = 10.0  # of running, the longest turn: a slow prompt or reader shall not hold up the others
 FORGIVE_AFTER_S: Final = 60.0  # of running since the latest crash, with
 FORGIVE_TOKENS: Final = 64  # new tokens: that crash was not ours
 REMEMBER_S: Final = 600.0
@@ -115,18 +115,33 @@ class Turns:
 
 
 class Turn:
-    """One suspect's turn; ends by itself after TURN_S."""
+    """One suspect's turn; ends by itself when a worker has had the suspect for TURN_S.
+
+    Only such time counts: a new worker may load its model for minutes, and nobody could go on meanwhile.
+    """
 
     def __init__(self, release: Callable[[], None]) -> None:
         self.is_over = False
         self._release = release
-        self._timer = asyncio.get_running_loop().call_later(TURN_S, self.end)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def resume(self) -> None:
+        """A worker has the suspect."""
+        self.pause()
+        if not self.is_over:
+            self._timer = asyncio.get_running_loop().call_later(TURN_S, self.end)
+
+    def pause(self) -> None:
+        """The worker is lost. Whoever has the turn sees to it that this does not last for ever."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def end(self) -> None:
         """The next one may begin. Idempotent."""
         if not self.is_over:
             self.is_over = True
-            self._timer.cancel()
+            self.pause()
             self._release()
 
 

@@ -13,7 +13,7 @@ from ds4.config import Settings
 from ds4.engine_client import EngineClient, Generation
 from ds4.errors import ErrorCode, WorkerError
 from ds4.generation import GenerationRequest
-from ds4.suspects import FORGIVE_AFTER_S, FORGIVE_TOKENS, PROOF_TOKENS, Quarantine, Record, Turns
+from ds4.suspects import FORGIVE_AFTER_S, FORGIVE_TOKENS, PROOF_TOKENS, Quarantine, Record, Turn, Turns
 from tests.support.front_rig import run, until
 from tests.support.scripted_worker import ScriptedWorker
 
@@ -113,6 +113,9 @@ def test_turns_are_one_at_a_time_and_end_by_themselves(monkeypatch: pytest.Monke
         held.append(True)
         return True
 
+    async def run_out(turn: asyncio.Future[Turn]) -> None:
+        (await turn).resume()  # and its owner does not end it
+
     async def scenario() -> None:
         turns, others = Turns(take, held.clear), Turns(take, held.clear)
         first = await turns.begin()
@@ -122,13 +125,31 @@ def test_turns_are_one_at_a_time_and_end_by_themselves(monkeypatch: pytest.Monke
         assert not third.done()
         first.end()
         first.end()
-        await asyncio.gather(second, third)  # neither is ended by its owner
+        await asyncio.gather(run_out(second), run_out(third))
         abandoned = asyncio.ensure_future(turns.begin())
         await asyncio.sleep(0)
         abandoned.cancel()
         last = await turns.begin()
         last.end()
         assert last.is_over
+
+    run(scenario)
+
+
+def test_a_turn_goes_on_while_no_worker_has_the_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspects, "TURN_S", 0.05)
+
+    async def scenario() -> None:
+        turn = await Turns(lambda: True, lambda: None).begin()
+        await asyncio.sleep(0.1)
+        assert not turn.is_over, "a worker that loads for longer than a turn"
+        turn.resume()
+        turn.pause()
+        await asyncio.sleep(0.1)
+        assert not turn.is_over
+        turn.resume()
+        await until(lambda: turn.is_over)
+        turn.resume()
 
     run(scenario)
 
