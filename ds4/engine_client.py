@@ -357,6 +357,8 @@ class Generation:
         A worker that left in order costs nothing of it.
         """
         count = len(self._tokens)
+        if self._turn is not None:
+            self._turn.pause()
         if crashed:
             self._record.crashed(count, asyncio.get_running_loop().time())
             if self._record.num_crashes > self._client.resume_attempts:
@@ -393,15 +395,18 @@ class Generation:
 
     async def _submit_again(self, request: GenerationRequest, prompt: NDArray[np.uint32]) -> RingStream:
         """Onto the ring; a suspect only in its turn, which it keeps until it is proved or lost."""
-        if not self._record.is_suspect or self._has_turn:
+        if not self._record.is_suspect:
             return await self._client.resubmit(request, prompt)
-        turn = await self._client.begin_turn()
+        turn = self._turn if self._has_turn else None
+        if turn is None:
+            turn = await self._client.begin_turn()
         try:
             stream = await self._client.resubmit(request, prompt)
         except BaseException:
             turn.end()
             raise
         self._turn = turn
+        turn.resume()
         return stream
 
     async def _resubmit(self) -> bool:
