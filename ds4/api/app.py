@@ -25,6 +25,7 @@ from ds4.api.health import Health
 from ds4.api.messages import count_tokens, messages
 from ds4.api.middleware import Authenticate, Observe
 from ds4.api.models import Models
+from ds4.api.native import infill, native_completion
 from ds4.api.openapi import OpenApi
 from ds4.api.responses import StoredResponses, responses
 from ds4.api.state import FrontState
@@ -45,6 +46,8 @@ _POSTS: Final[tuple[tuple[str, Callable[[Exchange], Awaitable[None]]], ...]] = (
     (_OPENAI + "/responses", responses),
     ("/responses", responses),
     (_OPENAI + "/messages/count_tokens", count_tokens),
+    ("/completion", native_completion),
+    ("/infill", infill),
     ("/tokenize", tokenize),
     ("/detokenize", detokenize),
     ("/apply-template", apply_template),
@@ -78,6 +81,7 @@ def _routes(state: FrontState) -> list[BaseRoute]:
     health, models, status = Health(state), Models(state), Status(state)
     gets: list[tuple[str, Callable[[Request], Awaitable[Response]]]] = [
         ("/health", health.ready),
+        (_OPENAI + "/health", health.ready),
         ("/health/live", health.live),
         ("/health/ready", health.ready),
         (_OPENAI + "/models", models.list),

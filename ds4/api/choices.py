@@ -35,6 +35,8 @@ class TokenText(msgspec.Struct, frozen=True):
     logprob: float
     top: tuple[tuple[bytes, float], ...]
     offset: int  # in characters of the generated text
+    token_id: int
+    top_ids: tuple[int, ...]
 
     @property
     def text(self) -> str:
@@ -296,6 +298,8 @@ class Choice:
             event.logprob,
             tuple((token_bytes(token_id), logprob) for token_id, logprob in event.top),
             self._num_characters,
+            event.token_id,
+            tuple(token_id for token_id, _ in event.top),
         )
 
     def _release(self, *, everything: bool) -> tuple[TokenText, ...]:

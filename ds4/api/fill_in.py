@@ -16,17 +16,20 @@ _KEYS: Final = (
 )
 
 
-def fill_in_ids(model: ServedModel, before: list[int], suffix: str) -> list[int]:
-    """The prompt that asks for what is missing between. Raises RequestError where the model cannot."""
+def fill_in_ids(model: ServedModel, before: list[int], suffix: str, param: str = "suffix") -> list[int]:
+    """The prompt that asks for what is missing between.
+
+    Raises RequestError naming `param` where the model cannot.
+    """
     marks = []
     for names in _KEYS:
         found = [model.file.metadata.get(f"tokenizer.ggml.{name}") for name in names]
         marks += [mark for mark in found if isinstance(mark, int)][:1]
     if len(marks) < len(_KEYS) or not all(0 <= mark < model.vocabulary.size for mark in marks):
         raise RequestError(
-            "suffix: this model has no tokens for filling in", param="suffix", code="unsupported_parameter"
+            f"{param}: this model has no tokens for filling in", param=param, code="unsupported_parameter"
         )
-    model.refuse_absurd(suffix, "suffix")
+    model.refuse_absurd(suffix, param)
     after = model.tokenizer.encode(suffix, add_special=False, parse_special=False)
     bos = before[:1] if before[:1] == [model.tokenizer.bos_id] else []
     return [*bos, marks[0], *before[len(bos) :], marks[1], *after, marks[2]]

@@ -20,7 +20,7 @@ from ds4.api.state import FrontState
 
 _log = logging.getLogger(__name__)
 
-OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready"})
+OPEN_PATHS: Final = frozenset({"/health", "/v1/health", "/health/live", "/health/ready"})
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 

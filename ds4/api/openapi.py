@@ -16,6 +16,7 @@ from ds4 import __version__
 from ds4.api.documents import document
 from ds4.api.models import ModelCard, ModelList
 from ds4.protocol import anthropic_messages as anthropic
+from ds4.protocol import llama_completion as native
 from ds4.protocol import openai_chat as chat
 from ds4.protocol import openai_completions as completions
 from ds4.protocol import openai_responses as responses
@@ -87,6 +88,8 @@ _COMPLETION: Final = (
     completions.Completion,
     completions.Completion,
 )
+# With `response_fields` there is no more of them than what was asked for.
+_NATIVE_ANSWER: Final = dict[str, Any] | list[dict[str, Any]]
 _RESPONSE: Final = (
     "A response",
     responses.ResponsesRequest,
@@ -144,6 +147,20 @@ OPERATIONS: Final[Sequence[Operation]] = (
         errors=_ANTHROPIC,
         error=anthropic.ErrorBody,
     ),
+    _generating(
+        "/completion",
+        "A completion in llama-server's dialect",
+        native.NativeRequest,
+        _NATIVE_ANSWER,
+        dict[str, Any],
+    ),
+    _generating(
+        "/infill",
+        "What belongs between two texts, in llama-server's dialect",
+        native.InfillRequest,
+        _NATIVE_ANSWER,
+        dict[str, Any],
+    ),
     _computing("/tokenize", "Text to ids", tokens.TokenizeRequest, tokens.TokenizeAnswer),
     _computing("/detokenize", "Ids to text", tokens.DetokenizeRequest, tokens.DetokenizeAnswer),
     _computing("/apply-template", "Messages to a prompt", chat.TemplateRequest, tokens.TemplateAnswer),
@@ -153,6 +170,7 @@ OPERATIONS: Final[Sequence[Operation]] = (
     _reading("/v1/models/{name}", "One name of the model", ModelCard, 404),
     _reading("/models/{name}", "One name of the model", ModelCard, 404),
     _reading("/health", "Whether a request would be served", server_status.Health, 503, is_open=True),
+    _reading("/v1/health", "Whether a request would be served", server_status.Health, 503, is_open=True),
     _reading("/health/ready", "Whether a request would be served", server_status.Health, 503, is_open=True),
     _reading("/health/live", "Whether this process answers", server_status.Health, is_open=True),
     _reading("/metrics", "Counters in Prometheus' text format", None, text="text/plain"),

@@ -49,7 +49,11 @@ class ServedModel:
         aliases = [name.strip() for name in settings.model_alias.split(",") if name.strip()]
         self.names: tuple[str, ...] = tuple(dict.fromkeys(aliases)) or (file.path.stem,)
         self.defaults: SamplingDefaults = sampling_defaults(settings, file.metadata)
-        self.vocabulary = Vocabulary(size=self.tokenizer.vocab_size, end_ids=self.tokenizer.end_ids)
+        self.vocabulary = Vocabulary(
+            size=self.tokenizer.vocab_size,
+            end_ids=self.tokenizer.end_ids,
+            spell=lambda text: self.tokenizer.encode(text, add_special=False, parse_special=False),
+        )
         trained = file.max_context_tokens
         self.max_context_tokens = min(settings.ctx, trained) if settings.ctx else trained
         digest = hashlib.sha256(f"{__version__} {file.tokenizer_hash} {file.name}".encode()).hexdigest()

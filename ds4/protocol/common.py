@@ -11,7 +11,7 @@ is refused by name (`_REFUSED`). Nothing is accepted without effect.
 import logging
 import re
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -93,7 +93,7 @@ class GenerationFields(StructureFields, frozen=True, kw_only=True):
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, float] | list[tuple[int | str, float | bool]] | None = None
     seed: int | None = None
     n: int | None = None
     best_of: int | None = None
@@ -193,6 +193,7 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
 
     size: int
     end_ids: Collection[int]
+    spell: Callable[[str], Sequence[int]]  # a text as ids
 
 
 def sampling_defaults(settings: Settings, metadata: Mapping[str, Any]) -> SamplingDefaults:
@@ -226,6 +227,7 @@ def sampling_defaults(settings: Settings, metadata: Mapping[str, Any]) -> Sampli
     return defaults
 
 
+_INTEGER: Final = re.compile(r"-?[0-9]{1,18}")
 _PATH: Final = re.compile(r" - at `\$\.?([^`]*)`$")
 _T = TypeVar("_T")
 
@@ -250,12 +252,17 @@ def decode_body(decoder: "msgspec.json.Decoder[_T]", body: bytes) -> _T:
         raise RequestError("the body is nested too deeply", code="invalid_json") from None
 
 
-def refuse_unsupported(fields: GenerationFields, honoured: Collection[str] = ()) -> None:
+def refuse_unsupported(
+    fields: GenerationFields,
+    honoured: Collection[str] = (),
+    *,
+    table: Mapping[str, tuple[Any, ...]] = _REFUSED,
+) -> None:
     """Raises RequestError for a field that would change the output and has no effect here.
 
-    `honoured`: those that the route takes itself.
+    `honoured`: those that the route takes itself. `table`: the fields, and the values that change nothing.
     """
-    for name, neutral in _REFUSED.items():
+    for name, neutral in table.items():
         value = getattr(fields, name) if name not in honoured else None
         # The type too: False must not pass where 0 is neutral.
         if value is not None and not any(value == each and type(value) is type(each) for each in neutral):
@@ -298,7 +305,7 @@ def make_plan(
         repetition_penalty=_number(penalty_name, penalty, defaults.repetition_penalty, *_PENALTIES),
         presence_penalty=_number("presence_penalty", fields.presence_penalty, 0.0, -2.0, 2.0),
         frequency_penalty=_number("frequency_penalty", fields.frequency_penalty, 0.0, -2.0, 2.0),
-        logit_bias=_logit_bias(fields.logit_bias, vocabulary.size),
+        logit_bias=_logit_bias(fields.logit_bias, vocabulary),
         seed=_seed(fields.seed),
         num_logprobs=num_logprobs,
     )
@@ -393,18 +400,29 @@ def _stops(value: str | list[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stop for stop in stops if stop))  # an empty one can never be met
 
 
-def _logit_bias(value: dict[str, float] | None, vocabulary_size: int) -> tuple[tuple[int, float], ...]:
-    pairs: dict[int, float] = {}
+def _logit_bias(
+    value: dict[str, float] | list[tuple[int | str, float | bool]] | None, vocabulary: Vocabulary
+) -> tuple[tuple[int, float], ...]:
+    """Biases by id. A key that is no number is a text, whose tokens all get the bias, as in llama-server.
+
+    In pairs, which are llama-server's too, also a number in quotes is a text, and false forbids.
+    """
+    found: dict[int, float] = {}
     _at_most("logit_bias", len(value or ()), MAX_BIASES)
-    for key, bias in (value or {}).items():
-        try:
-            token_id = int(key)
-        except ValueError:
-            message = f"logit_bias: {key[:40]!r} is not a token id"
-            raise RequestError(message, param="logit_bias", code="invalid_value") from None
-        _check_id("logit_bias", token_id, vocabulary_size)
-        pairs[token_id] = _number("logit_bias", bias, 0.0, -_MAX_BIAS, _MAX_BIAS)
-    return tuple(pairs.items())
+    pairs = value.items() if isinstance(value, dict) else value or ()
+    for key, bias in pairs:
+        if bias is True:
+            raise RequestError("logit_bias: true is no bias", param="logit_bias", code="invalid_value")
+        number = -_MAX_BIAS if bias is False else bias
+        if isinstance(key, int) or (isinstance(value, dict) and _INTEGER.fullmatch(key)):
+            ids: Sequence[int] = (int(key),)
+            _check_id("logit_bias", ids[0], vocabulary.size)
+        else:
+            ids = vocabulary.spell(key)
+        amount = _number("logit_bias", number, 0.0, -_MAX_BIAS, _MAX_BIAS)
+        found.update(dict.fromkeys(ids, amount))
+    _at_most("logit_bias", len(found), MAX_BIASES)
+    return tuple(found.items())
 
 
 def _include_usage(fields: GenerationFields) -> bool:

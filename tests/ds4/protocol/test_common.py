@@ -21,7 +21,7 @@ from ds4.protocol.common import (
 )
 
 _DECODER = msgspec.json.Decoder(GenerationFields)
-_VOCABULARY = Vocabulary(size=100, end_ids=frozenset({2, 7}))
+_VOCABULARY = Vocabulary(size=100, end_ids=frozenset({2, 7}), spell=lambda text: list(text.encode()))
 
 
 def _plan(**fields: Any) -> Plan:
@@ -59,7 +59,7 @@ def _refused(**fields: Any) -> RequestError:
         ("stop_token_ids", [100]),
         ("stop_token_ids", [-1]),
         ("logit_bias", {"100": 1}),
-        ("logit_bias", {"x": 1}),
+        ("logit_bias", [[1, True]]),
         ("logit_bias", {"1": 101}),
         ("stream_options", {"include_usage": True}),
         ("best_of", 2),
@@ -111,6 +111,12 @@ def test_a_field_that_would_change_the_output_and_is_not_honoured_is_refused(nam
     error = _refused(**{name: bad})
     assert error.param == name
     assert error.code == "unsupported_parameter"
+
+
+def test_biases_of_texts_are_those_of_their_tokens() -> None:
+    assert _plan(logit_bias={"5": 1, "AB": -2}).sampling.logit_bias == ((5, 1.0), (65, -2.0), (66, -2.0))
+    pairs = [[5, 1.5], ["5", 2], ["A", False]]
+    assert _plan(logit_bias=pairs).sampling.logit_bias == ((5, 1.5), (53, 2.0), (65, -100.0))
 
 
 def test_neutral_values_of_refused_fields_pass() -> None:
@@ -193,7 +199,7 @@ def test_ends_of_the_vocabulary_stop_unless_ignored() -> None:
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias"])
 def test_more_entries_than_the_worker_takes_are_refused_by_name(name: str) -> None:
-    vocabulary = Vocabulary(size=200_000, end_ids=frozenset({2, 7}))
+    vocabulary = Vocabulary(size=200_000, end_ids=frozenset({2, 7}), spell=lambda text: list(text.encode()))
     ids = range(4095) if name == "stop_token_ids" else range(65_537)
     value = list(ids) if name == "stop_token_ids" else dict.fromkeys(map(str, ids), 1.0)
     body = decode_body(_DECODER, msgspec.json.encode({name: value}))

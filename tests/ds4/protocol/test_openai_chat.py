@@ -10,7 +10,7 @@ from ds4.protocol.common import Plan, SamplingDefaults, Vocabulary
 from ds4.protocol.conversation import Conversation
 from ds4.protocol.openai_chat import conversation, decode_chat, plan_chat, template_messages
 
-_VOCABULARY = Vocabulary(size=100, end_ids=frozenset({2}))
+_VOCABULARY = Vocabulary(size=100, end_ids=frozenset({2}), spell=lambda text: list(text.encode()))
 
 
 def _messages(*messages: Any) -> list[dict[str, Any]]:

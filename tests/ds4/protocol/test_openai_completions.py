@@ -9,7 +9,7 @@ from ds4.errors import RequestError
 from ds4.protocol.common import SamplingDefaults, Vocabulary
 from ds4.protocol.openai_completions import decode_completion, plan_completion, prompts_of, scores_prompt
 
-_VOCABULARY = Vocabulary(size=100, end_ids=frozenset({2}))
+_VOCABULARY = Vocabulary(size=100, end_ids=frozenset({2}), spell=lambda text: list(text.encode()))
 
 
 def _decode(**fields: Any) -> Any:
