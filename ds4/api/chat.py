@@ -93,6 +93,7 @@ def chat_job(model: ServedModel, request: ChatRequest, param: str) -> Job:
         rendered=rendered[-_TAIL_CHARS:],
         tools=asked.tools,
         is_parallel=asked.is_parallel,
+        is_forced=asked.is_forced,
     )
     parsing = None
     if parser() is not None:

@@ -29,7 +29,7 @@ def structured(
     Raises RequestError.
     """
     choice, output = asked.tool_choice, model.output
-    is_forced = choice == "required" or isinstance(choice, NamedTool)
+    is_forced = asked.is_forced
     given = plan.structure
     if not is_forced and given is None:
         return output, plan

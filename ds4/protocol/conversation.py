@@ -33,6 +33,11 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     continues: bool = False
     kwargs: Mapping[str, Any] = {}
 
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
 
 def refuse(param: str, message: str, code: str = "invalid_value") -> RequestError:
     """The error of a field."""

@@ -66,6 +66,7 @@ class ArrivingText:
 
     def __init__(self) -> None:
         self.is_ended = False
+        self.is_cut = False  # at the end something was missing
         self.is_starved = False  # something was wanted that lies after the end
         self.trimmed = ""  # the white space that the last `until` did not pass on
         self._text = ""

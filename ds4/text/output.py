@@ -4,7 +4,8 @@ Owns: `OutputParser`, `OutputFormat`. Runs in: front ends, one parser for each s
 project. Every dialect's endpoint consumes these events; none of them reads tags itself.
 
 The events of an output, joined, do not depend on how its text was cut into pieces. White space next
-to a tag belongs to the format. What looks like a call and is none is text; nothing is lost.
+to a tag belongs to the format. What looks like a call and is none is text; nothing is lost, but for the head
+of a call that the limit of tokens cut off before its name was known.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,8 +46,12 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
         rendered: str,
         tools: Sequence[Mapping[str, Any]] | None = None,
         is_parallel: bool = True,
+        is_forced: bool = False,
     ) -> "OutputParser | None":
-        """A parser for one stream of this prompt; None where there can be nothing but text."""
+        """A parser for one stream of this prompt; None where there can be nothing but text.
+
+        `is_forced`: the answer has to be a call.
+        """
         sink = EventSink(tool_types(tools or ()), is_parallel=is_parallel)
         source = ArrivingText()
         if self.harmony is not None:
@@ -55,7 +60,8 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
             return None
         sink.is_reasoning = self.think is not None and self.think.is_open(rendered)
         reasoning = ReasoningReader(self.think) if self.think is not None else None
-        return OutputParser(source, sink, _read(source, sink, reasoning, self.tools if tools else None))
+        run = _read(source, sink, reasoning, self.tools if tools else None, is_forced=is_forced)
+        return OutputParser(source, sink, run)
 
     @property
     def closing(self) -> str:
@@ -102,9 +108,10 @@ class OutputParser:
             self._source.push(text)
             self._resume()
 
-    def end(self) -> None:
-        """The output is complete; what was held back is decided."""
+    def end(self, *, is_cut: bool = False) -> None:
+        """The output is over, or cut off; what was held back is decided."""
         if not self._is_over:
+            self._source.is_cut = is_cut
             self._source.end()
             self._resume()
 
@@ -128,7 +135,12 @@ class OutputParser:
 
 
 def _read(
-    source: ArrivingText, sink: EventSink, reasoning: ReasoningReader | None, tools: ToolFormat | None
+    source: ArrivingText,
+    sink: EventSink,
+    reasoning: ReasoningReader | None,
+    tools: ToolFormat | None,
+    *,
+    is_forced: bool = False,
 ) -> Waiting[None]:
     """The whole output: reasoning, then text with calls in it."""
     if reasoning is not None:
@@ -145,13 +157,13 @@ def _read(
         del thought
     openers = _NOTHING if tools is None else Markers(tools.openers)
     if tools is not None and tools.is_bare:
-        yield from _block(source, sink, tools, "")
+        yield from _block(source, sink, tools, "", is_forced=is_forced)
     while True:
         opener = yield from source.until(openers, sink.text, trims=tools is not None)
         if opener is None:
             return
         assert tools is not None
-        yield from _block(source, sink, tools, opener)
+        yield from _block(source, sink, tools, opener, is_forced=is_forced)
 
 
 def _recover(thought: str, sink: EventSink, tools: ToolFormat) -> None:
@@ -188,13 +200,19 @@ def _are_whole(events: Sequence[OutputEvent]) -> bool:
     return bool(arguments) and all(map(is_json, arguments.values()))
 
 
-def _block(source: ArrivingText, sink: EventSink, tools: ToolFormat, opener: str) -> Waiting[None]:
+def _block(
+    source: ArrivingText, sink: EventSink, tools: ToolFormat, opener: str, *, is_forced: bool
+) -> Waiting[None]:
     """Calls, or the opener as text where it opens none."""
     before = source.trimmed if opener else ""
     source.mark()
     if (yield from tools.calls(source, sink, opener)):
         source.forget_mark()
         yield from source.skip(SPACE)
+        return
+    if source.is_cut and source.is_starved and (opener or is_forced):
+        # The head of a call that the limit of tokens cut off: nobody can read it.
+        yield from source.until(_NOTHING, lambda text: None)
         return
     is_hopeless = source.is_starved or source.is_too_long
     source.rewind()

@@ -20,6 +20,20 @@ from ds4.text.tools.marked_calls import LlamaCalls, MarkedCalls, MistralCalls
 _MAX_CALLS: Final = 16
 _NAME: Final = "\0"
 _ANY_OBJECT: Final = {"type": "object"}
+_MAX_DEPTH: Final = 32
+_COMPOSING: Final = frozenset(
+    (
+        "$ref",
+        "$dynamicRef",
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "not",
+        "if",
+        "patternProperties",
+        "unevaluatedProperties",
+    )
+)
 
 
 class CallLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +93,23 @@ def layout_of(family: ToolFormat | None) -> CallLayout | None:
     return None
 
 
+def _closed(schema: Any, depth: int = 0) -> Any:
+    """The schema with objects closed that name their properties and leave open whether there are others.
+
+    A weak model would invent some, and whoever has to make the call knows none of them. What a schema is
+    composed of stays open: closed parts exclude each other.
+    """
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH or _COMPOSING & schema.keys():
+        return schema
+    out = dict(schema)
+    if isinstance(properties := out.get("properties"), Mapping) and properties:
+        out["properties"] = {name: _closed(each, depth + 1) for name, each in properties.items()}
+        out.setdefault("additionalProperties", False)
+    if isinstance(out.get("items"), Mapping):
+        out["items"] = _closed(out["items"], depth + 1)
+    return out
+
+
 def grammar_for_tools(
     tools: Sequence[Mapping[str, Any]],
     choice: str | None,
@@ -106,7 +137,7 @@ def grammar_for_tools(
     for index, function in enumerate(functions):
         before, after = (parts(texts, function["name"]) for texts in (layout.before, layout.after))
         lines.append(f"call_{index}: {before} arguments_{index} {after}")
-        lines.append(f"arguments_{index}: {json_rule(function.get('parameters') or _ANY_OBJECT)}")
+        lines.append(f"arguments_{index}: {json_rule(_closed(function.get('parameters') or _ANY_OBJECT))}")
     several = is_parallel and layout.allows_several
     more = f" ({parts(layout.between)} call){{0,{_MAX_CALLS - 1}}}" if several else ""
     head = [

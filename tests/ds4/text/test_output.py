@@ -146,3 +146,30 @@ def test_every_letter_of_an_output_without_calls_comes_out(pieces: list[str]) ->
     events = parse(format_of("<tool_call>"), [text])
     if not any(event[0] == "begin" for event in events):
         assert "".join(event[1] for event in events) == text
+
+
+@pytest.mark.parametrize("template", ["<tool_call>", "[TOOL_CALLS]", "ipython", "{{ messages }}"])
+def test_a_call_that_the_limit_cuts_off_is_a_call_so_far_or_nothing(template: str) -> None:
+    output_format = format_of(template)
+    assert output_format.tools is not None
+    head = (*output_format.tools.openers, "")[0]
+    for length in range(1, 40):
+        said = head + '{"name": "ping", "arguments": {"city": "Bonn"}}'[:length]
+        parser = output_format.parser(rendered="", tools=TOOLS, is_forced=True)
+        assert parser is not None
+        parser.feed(said)
+        parser.end(is_cut=True)
+        events = flat(parser.drain())
+        begun = said.find("arguments") + len('arguments": ')
+        if "arguments" in said and len(said) > begun:
+            assert events == call(0, "ping", said[begun:])
+        else:
+            assert events == []
+
+
+def test_what_may_be_an_answer_stays_one_when_it_is_cut_off() -> None:
+    parser = format_of("{{ messages }}").parser(rendered="", tools=TOOLS)
+    assert parser is not None
+    parser.feed('{"name": "Bo')
+    parser.end(is_cut=True)
+    assert flat(parser.drain()) == [("text", '{"name": "Bo')]

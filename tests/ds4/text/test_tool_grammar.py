@@ -123,3 +123,29 @@ def test_names_are_written_as_json_wants_them() -> None:
 def test_families_whose_arguments_are_no_json_have_no_layout() -> None:
     assert layout_of(ArgumentTagCalls()) is None
     assert layout_of(None) is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_call_has_no_arguments_that_the_tool_does_not_name(seed: int) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "far": {"type": "boolean"},
+            "box": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+        },
+        "required": ["far", "box"],
+    }
+    tools = [{"type": "function", "function": {"name": "look", "parameters": schema}}]
+    lark = grammar_for_tools(tools, None, PLAIN, is_parallel=False, control_ids=CONTROL_IDS)
+    call = json.loads(random_output(grammar_of(GrammarSource("grammar", lark)), seed))
+    assert call["arguments"].keys() == {"far", "box"}
+    assert call["arguments"]["box"].keys() == {"a"}
+
+
+def test_a_schema_that_asks_for_other_arguments_gets_them() -> None:
+    opened = {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "integer"}}
+    composed = {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}], "properties": {"c": {}}}
+    for schema in (opened, composed):
+        tools = [{"type": "function", "function": {"name": "look", "parameters": schema}}]
+        lark = grammar_for_tools(tools, None, PLAIN, control_ids={})
+        assert json.dumps(schema)[:-1] in lark
