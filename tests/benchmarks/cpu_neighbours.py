@@ -68,13 +68,11 @@ def side_by_side(num_engines: int, arguments: argparse.Namespace, num_rows: int)
         if process.stdout.readline() != "ready\n":
             raise SystemExit("an engine did not start")
     start = f"{time.monotonic() + 0.2}\n"
-    outputs = []
     for process in engines:
         assert process.stdin is not None
         process.stdin.write(start)
         process.stdin.flush()
-    for process in engines:
-        outputs.append(process.communicate()[0])
+    outputs = [process.communicate()[0] for process in engines]
     return [float(json.loads(output)) for output in outputs]
 
 

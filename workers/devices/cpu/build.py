@@ -1,12 +1,16 @@
 """Making the engine's object code: Numba to LLVM IR to an object file. The only way into Numba.
 
-Owns nothing. Runs in the worker process, once for each machine and kind of model.
+Owns nothing. Runs in a process of its own, once for each machine and kind of model:
+
+    python -m workers.devices.cpu.build < TARGET_AND_SPEC.json > OBJECT
 """
 
 import re
+import sys
 from typing import Any, Final
 
 import llvmlite.binding as llvm
+import msgspec
 import numba
 from numba import types
 
@@ -69,3 +73,13 @@ def _optimise(module: Any, machine: Any) -> None:
 def build_object(target: Target, spec: StepSpec) -> bytes:
     """Object code with the one entry `ENTRY`."""
     return bytes(target_machine(target).emit_object(build_module(target, spec)))
+
+
+def main() -> None:
+    """Read `[target, spec]`, write object code."""
+    target, spec = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[Target, StepSpec])
+    sys.stdout.buffer.write(build_object(target, spec))
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,8 @@ import ctypes
 import hashlib
 import logging
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -44,7 +46,9 @@ class MachineCode:
     def __init__(self, object_code: bytes, target: Target) -> None:
         module = llvm.parse_assembly("")
         module.triple = target.triple
-        self._engine = llvm.create_mcjit_compiler(module, target_machine(target))
+        # Code reaches its constants by 32-bit distances: llvmlite's memory manager reserves one range for
+        # all sections, LLVM's own maps each wherever there is room.
+        self._engine = llvm.create_mcjit_compiler(module, target_machine(target), use_lmm=True)
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(object_code))
         self._engine.finalize_object()
         self._function = _FUNCTION(self._engine.get_function_address(_ENTRY))
@@ -77,9 +81,17 @@ def load_machine_code(
 
 
 def _make(target: Target, spec: StepSpec) -> bytes:
-    from workers.devices.cpu.build import build_object  # Numba: half a second, and only needed here
-
-    return build_object(target, spec)
+    """In a process of its own: the compiler's memory goes back, and its faults are not ours."""
+    done = subprocess.run(
+        [sys.executable, "-m", "workers.devices.cpu.build"],
+        input=msgspec.json.encode((target, spec)),
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise ImportError(lines[-1] if lines else f"the compiler ended with {done.returncode}")
+    return done.stdout
 
 
 def cache_key(target: Target, spec: StepSpec) -> str:
