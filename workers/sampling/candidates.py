@@ -4,8 +4,8 @@ Owns: nothing; pure functions. Runs in: the worker. Source: this project.
 
 Block-maximum filter: cut a row into blocks and take each block's maximum. The k-th largest of those
 maxima bounds the k-th largest logit from below (k blocks hold a value at least that large), so only
-values that reach it can be among the k best: about k of them, found in one comparison of the row.
-They are then sorted by a key that has no ties.
+values that reach it can be among the k best: about k of them, found in one comparison of the row (or of
+few blocks, where the device brought the maxima along). They are then sorted by a key that has no ties.
 
 Order everywhere: descending value, lowest id first among equal values; -0.0 equals 0.0.
 """
@@ -14,6 +14,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from workers.sampling.summary import Summary
 
 _ID_BITS: Final = np.uint64(32)
 _ID_MASK: Final = np.uint64(0xFFFFFFFF)
@@ -49,23 +51,28 @@ def ranked(row: NDArray[np.float32]) -> NDArray[np.int64]:
     return (keys & _ID_MASK).astype(np.int64)
 
 
-def best(logits: NDArray[np.float32], k: int) -> Candidates:
-    """The k best of each row. logits [n, vocab] without NaN, 1 <= k <= vocab."""
+def best(logits: NDArray[np.float32], k: int, summary: Summary | None = None) -> Candidates:
+    """The k best of each row. logits [n, vocab] without NaN, 1 <= k <= vocab; `summary` is theirs."""
     num_rows, vocab = logits.shape
-    threshold = np.maximum(_lower_bounds(logits, k), _LOWEST)
-    flat = np.flatnonzero(logits >= threshold[:, None])
-    rows = flat // vocab
+    if summary is not None and k <= summary.maxima.shape[1]:
+        threshold = np.maximum(_kth_largest(summary.maxima, k), _LOWEST)
+        rows, ids, values = summary.reaching(threshold)
+    else:
+        threshold = np.maximum(_lower_bounds(logits, k), _LOWEST)
+        flat = np.flatnonzero(logits >= threshold[:, None])
+        rows = flat // vocab
+        ids = flat - rows * vocab
+        values = logits[rows, ids]
     counts = np.bincount(rows, minlength=num_rows)
     # Ties at the bound are unlimited (a flat row has `vocab` of them): those rows are not worth padding for.
     complete = counts <= 2 * k + 64
     if not complete.all():
-        flat = flat[complete[rows]]
-        rows = flat // vocab
+        kept = complete[rows]
+        rows, ids, values = rows[kept], ids[kept], values[kept]
         counts = np.where(complete, counts, 0)
     keys = np.full((num_rows, max(int(counts.max()), k)), _NO_CANDIDATE, np.uint64)
-    columns = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
-    ids = flat - rows * vocab
-    keys[rows, columns] = sort_keys(logits[rows, ids], ids)
+    columns = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    keys[rows, columns] = sort_keys(values, ids)
     keys.sort(axis=1)
     keys = keys[:, :k]
     missing = keys == _NO_CANDIDATE
@@ -88,6 +95,10 @@ def _lower_bounds(logits: NDArray[np.float32], k: int) -> NDArray[np.float32]:
     maxima = logits
     if height > 1:
         maxima = logits[:, : height * width].reshape(num_rows, height, width).max(axis=1)
-    kth = maxima.shape[1] - k  # width is k or more by the choice of the height
-    bounds: NDArray[np.float32] = np.partition(maxima, kth, axis=1)[:, kth]
-    return bounds
+    return _kth_largest(maxima, k)  # width is k or more by the choice of the height
+
+
+def _kth_largest(values: NDArray[np.float32], k: int) -> NDArray[np.float32]:
+    kth = values.shape[1] - k
+    found: NDArray[np.float32] = np.partition(values, kth, axis=1)[:, kth]
+    return found

@@ -20,6 +20,7 @@ from workers.sampling.interface import SeatParams, StepResult
 from workers.sampling.masks import SeatMasks
 from workers.sampling.seats import ADJUSTS, ALWAYS, DRAWS, NO_TOP_K, REPORTS, SeatTable
 from workers.sampling.softmax import SoftmaxMass
+from workers.sampling.summary import Summary
 from workers.sampling.uniform import uniforms
 
 # Candidates tried before the whole row is sorted: most draws of a trained model end in the first.
@@ -55,17 +56,26 @@ class HostSampler:
             adjust_below = ALWAYS
         self._table.set(seat, sampling, adjust_below=adjust_below)
 
+    def temperatures(self, seats: NDArray[np.int32]) -> NDArray[np.float32]:
+        """At what temperature the softmax mass of each row [n] is needed; 0 where it is not."""
+        table = self._table
+        unlimited = (table.top_k[seats] == NO_TOP_K) & (table.min_p[seats] == 0.0)
+        drawn = table.needs[seats] & DRAWS != 0
+        return np.where(unlimited & drawn, table.temperature[seats], np.float32(0))
+
     def sample(
         self,
         logits: NDArray[np.float32],
         seats: NDArray[np.int32],
         positions: NDArray[np.int32],
         result: StepResult,
+        summary: Summary | None = None,
     ) -> None:
         """Draw one token per row into `result` and count it.
 
         logits [n, vocab_size] float32, only read; rows are contiguous and may be padded at their ends.
         seats [n], each at most once; positions [n]: where in its sequence the drawn token will stand.
+        `summary`: of these logits, at `temperatures`; without it all of it is found here.
         """
         num_rows = len(seats)
         result.num_samples = num_rows
@@ -74,8 +84,11 @@ class HostSampler:
             return
         token_ids, ok = result.token_ids[:num_rows], result.ok[:num_rows]
         # arg-max stops at the first NaN, so the value it finds tells for the whole row.
-        best_ids = logits.argmax(axis=1)
-        best = logits[np.arange(num_rows), best_ids]
+        if summary is None:
+            best_ids = logits.argmax(axis=1)
+            best = logits[np.arange(num_rows), best_ids]
+        else:
+            best_ids, best = summary.best()
         token_ids[:] = best_ids
         np.isfinite(best, out=ok)
         needs = self._table.needs[seats]
@@ -88,7 +101,11 @@ class HostSampler:
         drawn = np.flatnonzero((needs & (DRAWS | ADJUSTS)) == DRAWS)
         if len(drawn):
             token_ids[drawn] = self._draw(
-                self._gather(logits, drawn), best[drawn], seats[drawn], positions[drawn]
+                self._gather(logits, drawn),
+                best[drawn],
+                seats[drawn],
+                positions[drawn],
+                summary and summary.of(drawn),
             )
         if len(adjusted):
             result.forced = self._sample_adjusted(
@@ -173,6 +190,7 @@ class HostSampler:
         best: NDArray[np.float32],
         seats: NDArray[np.int32],
         positions: NDArray[np.int32],
+        summary: Summary | None = None,
     ) -> NDArray[np.int64]:
         """Tokens [n] for rows that all draw. values [n, vocab], best [n] their finite maxima."""
         table, vocab = self._table, self._vocab_size
@@ -181,7 +199,9 @@ class HostSampler:
         min_p, top_p = table.min_p[seats], table.top_p[seats]
         mass = np.full(len(seats), np.nan)
         unlimited = np.flatnonzero((top_k == NO_TOP_K) & (min_p == 0.0))
-        if len(unlimited):
+        if summary is not None:
+            mass[unlimited] = summary.masses[unlimited]
+        elif len(unlimited):
             subset = values if len(unlimited) == len(values) else values[unlimited]
             mass[unlimited] = self._softmax.of(subset, best[unlimited], temperature[unlimited])
 
@@ -202,7 +222,11 @@ class HostSampler:
         for k in _NUM_CANDIDATES:
             if k >= vocab or not len(pending):
                 break
-            found = candidates.best(values if len(pending) == len(values) else values[pending], k)
+            found = candidates.best(
+                values if len(pending) == len(values) else values[pending],
+                k,
+                summary and summary.of(pending),
+            )
             done = np.flatnonzero(found.complete)
             index = choose(pending[done], found.values[done])
             decided = index != filters.UNDECIDED

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ds4.config import cache_dir
 from workers.devices.cpu.control import Control
-from workers.devices.cpu.formats import record_stride
+from workers.devices.cpu.formats import LOGITS_BLOCK, record_stride
 from workers.devices.cpu.machine_code import load_machine_code
 from workers.devices.cpu.packing import weight_bytes
 from workers.devices.cpu.plan import Plan, unsupported
@@ -24,6 +24,7 @@ from workers.devices.cpu.tuner import ThreadTuner
 from workers.devices.interface import PREVIOUS_SAMPLE, Limits, SeatParams, StepBatch, StepResult
 from workers.model.program import Program
 from workers.sampling.sampler import HostSampler
+from workers.sampling.summary import Summary
 
 if find_spec("numba") is None:
     raise ImportError("the cpu device needs the package numba")
@@ -85,6 +86,8 @@ class CpuDevice:
         started = time.perf_counter()
         self._resolve_tokens(batch)
         self._describe(batch)
+        count = batch.num_samples
+        self._plan.temperatures[:count] = self._sampler.temperatures(batch.sample_seats[:count])
         self._pool.run(self._tuner.choose(batch.num_rows))
         self._tuner.record(batch.num_rows, time.perf_counter() - started)
         self._sample(batch)
@@ -104,6 +107,11 @@ class CpuDevice:
     def logits(self) -> NDArray[np.float32]:
         """Logits [num_samples, vocab_size] of the latest step, valid until the next; for tests."""
         return self._plan.logits[: self._results.num_samples, : self._vocab_size]
+
+    def _summary(self, count: int) -> Summary:
+        plan = self._plan
+        blocks = plan.logits.reshape(len(plan.logits), -1, LOGITS_BLOCK)
+        return Summary(blocks[:count], plan.maxima[:count], plan.masses[:count])
 
     def _resolve_tokens(self, batch: StepBatch) -> None:
         count = batch.num_rows
@@ -138,5 +146,5 @@ class CpuDevice:
         seats = batch.sample_seats[:count]
         positions = batch.positions[batch.sample_rows[:count]] + np.int32(1)
         logits = self._plan.logits[:count, : self._vocab_size]
-        self._sampler.sample(logits, seats, positions, self._results)
+        self._sampler.sample(logits, seats, positions, self._results, self._summary(count))
         self._last_token[seats] = self._results.token_ids[:count]

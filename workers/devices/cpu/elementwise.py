@@ -17,12 +17,14 @@ from workers.devices.cpu.emit import (
     I32,
     LANES,
     V16I8,
+    V16I32,
     Emitter,
     Library,
     Value,
     jit,
 )
 from workers.devices.cpu.formats import (
+    LOGITS_BLOCK,
     QUANTISED,
     RECORD_HIGH_SUM,
     RECORD_OFFSET,
@@ -171,6 +173,61 @@ class Elementwise:
             bits = e.builder.zext(e.load(address, I16, 2), I32)
             return e.builder.bitcast(e.builder.shl(bits, ir.Constant(I32, 16)), F32)
 
+        @library.kernel(ADDRESS, ADDRESS, ADDRESS, returns=FLOAT)
+        def largest_of_blocks(e: Emitter, row: Value, num_values: Value, maxima: Value) -> Value:
+            """The largest of each block of logits into `maxima`, and of all; NaN where one is NaN.
+
+            The last block is filled up with -inf. Layout: `workers.sampling.summary`.
+            """
+            b = e.builder
+            lowest, not_a_number = e.floats(float("-inf")), e.floats(float("nan"))
+            nothing = ir.Constant(ir.VectorType(ir.IntType(1), LANES), [0] * LANES)
+            best, any_nan = e.variable(lowest), e.variable(nothing)
+            num_blocks = b.lshr(
+                e.address(num_values, LOGITS_BLOCK - 1), e.whole(LOGITS_BLOCK.bit_length() - 1)
+            )
+            with e.loop(num_blocks) as index:
+                at = e.address(row, e.times(index, 4 * LOGITS_BLOCK))
+                left = b.trunc(b.sub(num_values, e.times(index, LOGITS_BLOCK)), I32)
+                of_block, unordered = lowest, nothing
+                for vector in range(LOGITS_BLOCK // LANES):
+                    address = e.address(at, 4 * LANES * vector)
+                    number = ir.Constant(V16I32, [LANES * vector + lane for lane in range(LANES)])
+                    exists = b.icmp_signed("<", number, e.splat(left))
+                    values = b.select(exists, e.load_floats(address), lowest)
+                    with b.if_then(b.icmp_signed("<", left, ir.Constant(I32, LOGITS_BLOCK)), likely=False):
+                        e.store(values, address, 4)
+                    of_block = e.maximum(of_block, values)
+                    unordered = b.or_(unordered, b.fcmp_unordered("uno", values, values))
+                e.set(best, e.maximum(e.get(best), of_block))
+                e.set(any_nan, b.or_(e.get(any_nan), unordered))
+                marked = e.total(b.select(unordered, not_a_number, e.floats(0.0)))  # NaN or 0
+                e.store(b.fadd(e.largest(of_block), marked), e.address(maxima, e.times(index, 4)), 4)
+            marked = e.total(b.select(e.get(any_nan), not_a_number, e.floats(0.0)))
+            return b.fadd(e.largest(e.get(best)), marked)
+
+        @library.kernel(ADDRESS, ADDRESS, FLOAT, FLOAT, ADDRESS)
+        def softmax_mass(
+            e: Emitter, row: Value, num_values: Value, best: Value, temperature: Value, place: Value
+        ) -> None:
+            """Sum of e^((x - best) / temperature) as float64; the sums of single blocks are float32."""
+            b = e.builder
+            spread_best, spread_temperature = e.splat(best), e.splat(temperature)
+            mass = e.variable(ir.Constant(ir.DoubleType(), 0.0))
+            num_blocks = b.lshr(
+                e.address(num_values, LOGITS_BLOCK - 1), e.whole(LOGITS_BLOCK.bit_length() - 1)
+            )
+            with e.loop(num_blocks) as index:
+                at = e.address(row, e.times(index, 4 * LOGITS_BLOCK))
+                weights = []
+                for vector in range(LOGITS_BLOCK // LANES):
+                    below = b.fsub(e.load_floats(e.address(at, 4 * LANES * vector)), spread_best)
+                    weights.append(e.exp(b.fdiv(below, spread_temperature)))
+                of_block = b.fadd(b.fadd(weights[0], weights[1]), b.fadd(weights[2], weights[3]))
+                e.set(mass, b.fadd(e.get(mass), b.fpext(e.total(of_block), ir.DoubleType())))
+            e.store(e.get(mass), place, 8)
+
+        self.largest_of_blocks, self.softmax_mass = largest_of_blocks, softmax_mass
         self.quantise_block = quantise_block
         self.norm_factor, self.norm_quantise, self.norm_store = norm_factor, norm_quantise, norm_store
         self.silu_quantise, self.silu_store = silu_quantise, silu_store

@@ -20,6 +20,7 @@ import msgspec
 TILE_OUTPUTS: Final = 16
 BLOCK_INPUTS: Final = 32
 OUTPUT_UNIT: Final = 32  # outputs are padded to, and shared out between threads, in units of two tiles
+LOGITS_BLOCK: Final = 64  # of logits whose largest is noted: whole vectors, whole units of outputs
 SPARE_ROWS: Final = 12  # kernels may read and write this many rows past the last one
 
 RECORD_BYTES: Final = 48

@@ -17,6 +17,7 @@ from workers.devices.cpu.control import RECORD_WORDS, Code, Control
 from workers.devices.cpu.formats import (
     BLOCK_INPUTS,
     FLOAT_BYTES,
+    LOGITS_BLOCK,
     OUTPUT_UNIT,
     RECORD_BYTES,
     SPARE_ROWS,
@@ -45,6 +46,7 @@ from workers.model.program import (
 )
 
 _F32_BYTES: Final = 4
+_F64_BYTES: Final = 8
 
 
 def _bits(value: float) -> int:
@@ -104,9 +106,16 @@ class Plan:
         self._sampled_floats = Buffer(samples * sizes.hidden_size * _F32_BYTES if has_floats else 0)
         act_floats = rows * sizes.ffn_size * _F32_BYTES if self._consumers["act_floats"] else 0
         self._act_floats = Buffer(act_floats)
-        self.vocab_stride = padded_outputs(sizes.vocab_size)
+        num_blocks = -(-sizes.vocab_size // LOGITS_BLOCK)
+        self.vocab_stride = num_blocks * LOGITS_BLOCK  # whole units of outputs, too
         self._logits = Buffer(samples * self.vocab_stride * _F32_BYTES)
         self.logits: NDArray[np.float32] = self._logits.data.view(np.float32).reshape(samples, -1)
+        self._maxima = Buffer(samples * num_blocks * _F32_BYTES)
+        self.maxima: NDArray[np.float32] = self._maxima.data.view(np.float32).reshape(samples, -1)
+        self._temperatures = Buffer(samples * _F32_BYTES)
+        self.temperatures: NDArray[np.float32] = self._temperatures.data.view(np.float32)
+        self._masses = Buffer(samples * _F64_BYTES)
+        self.masses: NDArray[np.float64] = self._masses.data.view(np.float64)
         run, single = group_sizes(target, sizes.num_heads // sizes.num_kv_heads, sizes.head_size)
         pair_bytes = 2 * OUTPUT_UNIT * _F32_BYTES  # of a row's gates and ups
         scratch = max(run.scratch_bytes, single.scratch_bytes, rows * pair_bytes)
@@ -367,7 +376,18 @@ class Plan:
             (self.zeros.address, 0, 0),
             sampled=True,
         )
-        return [norm, matmul]
+        summary: list[int | Matrix] = [
+            Code.SUMMARISE,
+            1,
+            self._logits.address,
+            self.vocab_stride * _F32_BYTES,
+            self.sizes.vocab_size,
+            self._maxima.address,
+            self.maxima.strides[0],
+            self._temperatures.address,
+            self._masses.address,
+        ]
+        return [norm, matmul, summary]
 
     def fill(self, control: NDArray[np.int64]) -> None:
         """The words of the control block that no step changes."""

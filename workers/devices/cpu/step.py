@@ -141,12 +141,12 @@ def _make_step(library: Library, kernels: _Kernels) -> Jitted:
     load, barrier = memory.load_i64, memory.barrier
     embed, norm, matmul = _make_embed(kernels), _make_norm(kernels), _make_matmul(kernels)
     rope, attention = _make_rope(kernels), _make_attention(library, kernels)
-    quantise, gate_up = _make_quantise(kernels), _make_gate_up(kernels)
+    quantise, gate_up, summarise = _make_quantise(kernels), _make_gate_up(kernels), _make_summarise(kernels)
     operations_at, num_operations_at = 8 * Control.OPERATIONS, 8 * Control.NUM_OPERATIONS
     barrier_at, record_bytes = 8 * Control.BARRIER, 8 * RECORD_WORDS
     code_embed, code_norm, code_matmul = int(Code.EMBED), int(Code.NORM), int(Code.MATMUL)
     code_rope, code_attention = int(Code.ROPE), int(Code.ATTENTION)
-    code_quantise = int(Code.QUANTISE)
+    code_quantise, code_summarise = int(Code.QUANTISE), int(Code.SUMMARISE)
 
     @jit
     def run_step(control: int, thread: int, num_threads: int) -> None:
@@ -166,6 +166,8 @@ def _make_step(library: Library, kernels: _Kernels) -> Jitted:
                 quantise(control, record, thread, num_threads)
             elif code == code_embed:
                 embed(control, record, thread, num_threads)
+            elif code == code_summarise:
+                summarise(control, record, thread, num_threads)
             else:
                 gate_up(control, record, thread, num_threads)
             if load(record + 8) != 0:
@@ -384,6 +386,27 @@ def _make_quantise(kernels: _Kernels) -> Jitted:
                 quantise_block(source + row * stride + 128 * block, to)
 
     return quantise
+
+
+def _make_summarise(kernels: _Kernels) -> Jitted:
+    load, load_f32 = kernels.memory.load_i64, kernels.memory.load_f32
+    largest_of_blocks, softmax_mass = kernels.rows.largest_of_blocks, kernels.rows.softmax_mass
+    samples_at = 8 * Control.NUM_SAMPLES
+
+    @jit
+    def summarise(control: int, record: int, thread: int, num_threads: int) -> None:
+        logits, stride, num_values = load(record + 16), load(record + 24), load(record + 32)
+        maxima, maxima_stride = load(record + 40), load(record + 48)
+        temperatures, masses = load(record + 56), load(record + 64)
+        num_rows = load(control + samples_at)
+        for row in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+            at = logits + row * stride
+            best = largest_of_blocks(at, num_values, maxima + row * maxima_stride)
+            temperature = load_f32(temperatures + 4 * row)
+            if temperature > 0:
+                softmax_mass(at, num_values, best, temperature, masses + 8 * row)
+
+    return summarise
 
 
 def _make_gate_up(kernels: _Kernels) -> Jitted:

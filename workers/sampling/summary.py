@@ -1,0 +1,44 @@
+"""What a device found out about logits while they were in its caches, for the sampler to go on with.
+
+Owns: nothing; frozen data and pure functions. Runs in: the worker. Source: this project.
+"""
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """Of a step's sampled rows. The arrays belong to the device and are valid until its next step.
+
+    blocks [n, num_blocks, size] float32: the logits, the last block filled up with -inf.
+    maxima [n, num_blocks] float32: the largest of each block, NaN where any is NaN.
+    masses [n] float64: the softmax mass at the temperature that `HostSampler.temperatures` gave; float32
+    weights summed in float64, meaningless where that was 0.
+    """
+
+    blocks: NDArray[np.float32]
+    maxima: NDArray[np.float32]
+    masses: NDArray[np.float64]
+
+    def best(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Id and value of each row's largest logit: the lowest id of equals, NaN where there is one."""
+        rows = np.arange(len(self.maxima))
+        block = self.maxima.argmax(axis=1)
+        within = self.blocks[rows, block].argmax(axis=1)
+        return block * self.blocks.shape[2] + within, self.maxima[rows, block]
+
+    def of(self, rows: NDArray[np.int64]) -> "Summary":
+        """The same of some rows. Copies no logits where that is all of them."""
+        if len(rows) == len(self.maxima):
+            return self
+        return Summary(self.blocks[rows], self.maxima[rows], self.masses[rows])
+
+    def reaching(
+        self, threshold: NDArray[np.float32]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+        """Row, id and value of all logits that reach their row's threshold [n], by row and id."""
+        rows, numbers = np.nonzero(self.maxima >= threshold[:, None])
+        blocks = self.blocks[rows, numbers]
+        which, within = np.nonzero(blocks >= threshold[rows, None])
+        return rows[which], numbers[which] * blocks.shape[1] + within, blocks[which, within]
