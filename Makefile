@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 # Flags for `make run`, and arguments for `make test`: make run ARGS="--port 9090 --front-ends 2"
 ARGS ?=
 
-.PHONY: help run test check lint model requirements settings clean audit chaos soak overload
+.PHONY: help run test check lint model clients requirements settings clean audit chaos soak overload
 
 help: ## show this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 22
@@ -67,9 +67,12 @@ check: lint audit model ## all that CI runs: lint, then the tests with coverage 
 # The tool that wrote these files is uv; its --universal makes one file for every Python and processor.
 COMPILE := uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --no-annotate \
 	--python-version 3.11 --quiet pyproject.toml requirements-build.in --extra cpu
+# package-lock.json is npm's: npm update --omit-lockfile-registry-resolved writes it without hosts.
 requirements: ## write the hash-pinned requirements again (needs uv)
 	$(COMPILE) --upgrade -o requirements.txt
 	$(COMPILE) --upgrade --group dev -c requirements.txt -o requirements-dev.txt
+	$(subst pyproject.toml requirements-build.in --extra cpu,$(CLIENT_TESTS)/requirements.in,$(COMPILE)) \
+		--upgrade -o $(CLIENT_TESTS)/requirements.txt
 
 settings: $(VENV)/.installed ## write the README's table and the env example from the settings table
 	@$(BIN)/ds4-server config --env > configs/env/ds4-server.env.example
@@ -81,6 +84,17 @@ audit: $(VENV)/.installed-dev ## list every installed version; fail where one is
 	@echo "== audit: installed against requirements-dev.txt"
 	@$(BIN)/python .ci/audit.py requirements-dev.txt
 
+CLIENT_TESTS := tests/e2e/clients
+CLIENTS ?= .clients
+clients: ## install litellm, LangChain and npm's clients for DS4_TEST_CLIENTS=.clients make test
+	@echo "== install: the clients into $(CLIENTS)"
+	@mkdir -p $(CLIENTS)
+	@cp $(CLIENT_TESTS)/package.json $(CLIENT_TESTS)/package-lock.json $(CLIENTS)
+	@$(PYTHON) -m venv $(CLIENTS)/venv
+	@$(CLIENTS)/venv/bin/python -m pip --disable-pip-version-check install --quiet --no-compile \
+		--require-hashes -r $(CLIENT_TESTS)/requirements.txt
+	@npm ci --prefix $(CLIENTS) --no-audit --no-fund --loglevel=error
+
 chaos: $(VENV)/.installed-dev ## random blows to a real server under checked streams: make chaos ARGS="--seconds 600"
 	@$(BIN)/python -m tests.stress.chaos $(ARGS)
 
@@ -91,4 +105,4 @@ soak: $(VENV)/.installed-dev ## 100,000 short requests with flat memory
 	@$(BIN)/python -m tests.stress.soak $(ARGS)
 
 clean: ## remove the environment and what the tools left
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist build
+	rm -rf $(VENV) .clients .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* dist build
