@@ -19,6 +19,7 @@ from starlette.routing import BaseRoute, Route
 from ds4.api.chat import chat_completions
 from ds4.api.completions import completions
 from ds4.api.dialects import refusal
+from ds4.api.door import Door
 from ds4.api.errors import failure
 from ds4.api.exchange import Endpoint, Exchange
 from ds4.api.health import Health
@@ -37,7 +38,9 @@ from ds4.models import resolve_model
 
 _OPENAI: Final = "/v1"
 
-_POSTS: Final[tuple[tuple[str, Callable[[Exchange], Awaitable[None]]], ...]] = (
+_Posts = tuple[tuple[str, Callable[[Exchange], Awaitable[None]]], ...]
+# What takes a slot, and what does not.
+_GENERATING: Final[_Posts] = (
     (_OPENAI + "/chat/completions", chat_completions),
     ("/chat/completions", chat_completions),
     (_OPENAI + "/completions", completions),
@@ -45,9 +48,11 @@ _POSTS: Final[tuple[tuple[str, Callable[[Exchange], Awaitable[None]]], ...]] = (
     (_OPENAI + "/messages", messages),
     (_OPENAI + "/responses", responses),
     ("/responses", responses),
-    (_OPENAI + "/messages/count_tokens", count_tokens),
     ("/completion", native_completion),
     ("/infill", infill),
+)
+_OTHER_POSTS: Final[_Posts] = (
+    (_OPENAI + "/messages/count_tokens", count_tokens),
     ("/tokenize", tokenize),
     ("/detokenize", detokenize),
     ("/apply-template", apply_template),
@@ -102,7 +107,10 @@ def _routes(state: FrontState) -> list[BaseRoute]:
         Route(one + "/input_items", stored.input_items, methods=["GET"]),
         Route(one + "/cancel", stored.cancel, methods=["POST"]),
         Route(one, stored.by_method, methods=["GET", "DELETE"]),
-        *(Route(path, Endpoint(state, answer), methods=["POST"], name=path) for path, answer in _POSTS),
+        *(
+            Route(path, Endpoint(state, answer), methods=["POST"], name=path)
+            for path, answer in _GENERATING + _OTHER_POSTS
+        ),
     ]
 
 
@@ -122,6 +130,7 @@ def _middleware(settings: Settings, state: FrontState) -> list[Middleware]:
         )
     if state.keys:
         out.append(Middleware(Authenticate, state=state, keys=state.keys))
+    out.append(Middleware(Door, state=state, paths=[path for path, _ in _GENERATING]))
     return out
 
 

@@ -36,7 +36,10 @@ class BusyError(RingFullError):
     """Every slot is taken. `retry_after_s` is when one is likely to be free."""
 
     def __init__(self, retry_after_s: int) -> None:
-        super().__init__("the server is at capacity, try again later")
+        super().__init__(
+            "the server is at capacity: its places for requests (--slots-per-front-end) are taken; "
+            f"try again in {retry_after_s} s"
+        )
         self.retry_after_s = retry_after_s
 
 

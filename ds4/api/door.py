@@ -1,0 +1,74 @@
+"""The door: who finds no slot is turned away before his body is read, and not too many at a time.
+
+Owns: the refusal for want of a slot, and its pace. Runs in: front ends. Pure ASGI; routes check again once
+they know how many slots a request needs.
+
+A refusal takes time from the streams that run in the same loop. Polite clients take little of it: they come
+back when they were told to. For all others the pace is bounded: who comes when many were just turned away
+is held for a moment, at no cost, and let in if a slot is free by then.
+"""
+
+import asyncio
+import random
+from collections.abc import Collection
+from typing import Final
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ds4.api.dialects import refusal
+from ds4.api.errors import BusyError, failure
+from ds4.api.state import FrontState
+from ds4.errors import RingFullError
+
+PER_SECOND: Final = 200  # refusals that leave as they come: 2 or 3 % of a core
+BURST: Final = 50
+MAX_HOLD_S: Final = 1.0
+
+
+class Pace:
+    """Tells each of many how long to wait, so that they leave one after the other. Owned by the door."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+
+    def hold_s(self, now_s: float) -> float:
+        """How long to hold one more, at most MAX_HOLD_S."""
+        self._next_s = max(self._next_s, now_s - BURST / PER_SECOND) + 1 / PER_SECOND
+        if (
+            self._next_s > now_s + MAX_HOLD_S
+        ):  # more than the pace allows: spread, lest they all leave at once
+            self._next_s = now_s + MAX_HOLD_S
+            return random.uniform(MAX_HOLD_S / 2, MAX_HOLD_S)
+        return max(0.0, self._next_s - now_s)
+
+
+class Door:
+    """Stands before the routes whose requests take a slot."""
+
+    def __init__(self, app: ASGIApp, state: FrontState, paths: Collection[str]) -> None:
+        self._app = app
+        self._state = state
+        self._paths = frozenset(paths)
+        self._pace = Pace()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI entry."""
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._paths:
+            full = self._full()
+            if full is not None and (hold_s := self._pace.hold_s(asyncio.get_running_loop().time())):
+                await asyncio.sleep(hold_s)
+                full = self._full()
+            if full is not None:
+                engine = self._state.engine
+                told = failure(BusyError(engine.turn_away()))
+                engine.metrics.add("ds4_requests_rejected_total", label=told.reason)
+                await refusal(told, scope)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _full(self) -> RingFullError | None:
+        try:
+            self._state.engine.check_room()
+        except RingFullError as error:
+            return error
+        return None
