@@ -30,7 +30,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().__init__(*arguments, **options)
         self._in_head = True
         self._num_bytes = 0  # of the head while in it, of the body after it
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A connection that says nothing is given up as well."""
@@ -58,6 +58,7 @@ class BoundedConnection(HttpToolsProtocol):
         """The first byte of a request."""
         super().on_message_begin()
         self._in_head = True
+        self._stop_timer()  # of the silence before it
         self._start_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -75,22 +76,31 @@ class BoundedConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The next byte belongs to another request."""
         self._num_bytes = 0
+        self._stop_timer()
+        if self.cycle.response_complete:  # what came of the body has ended uvicorn's wait for the next one
+            self._start_timer()
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        """An answer that did not wait for the body: the rest of it is read and dropped, for a while."""
+        super().on_response_complete()
+        if self.cycle.more_body and self.cycle.response_complete and not self.transport.is_closing():
+            self._start_timer()
+
     def _start_timer(self) -> None:
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self.head_timeout_s, self._head_is_late)
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.head_timeout_s, self._is_late)
 
     def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _head_is_late(self) -> None:
-        self._head_timer = None
+    def _is_late(self) -> None:
+        self._timer = None
         if self.cycle is not None and not self.cycle.response_complete:
             return  # a pipelined request behind one that is being answered
-        if self._num_bytes:
+        if self._in_head and self._num_bytes:
             self._refuse(b"408 Request Timeout", "its head does not end")
         else:
             self.transport.close()

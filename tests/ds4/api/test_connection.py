@@ -82,6 +82,21 @@ def test_a_head_of_a_byte_at_a_time_and_a_silent_connection_are_given_up(
     with_front(tmp_path, scenario, None)
 
 
+@pytest.mark.parametrize("rest", [b"", b"x" * 999], ids=["a body that does not end", "silence after it"])
+def test_an_answer_before_the_body_does_not_keep_the_connection_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: bytes
+) -> None:
+    monkeypatch.setattr(BoundedConnection, "head_timeout_s", 0.3)
+
+    async def scenario(front: Front) -> None:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{"
+        answer = await _talk(front, [head, rest[:500], rest[500:]], pause_s=0.05)
+        assert answer.startswith(b"HTTP/1.1 401 ")
+        assert answer.count(b"HTTP/1.1 ") == 1
+
+    with_front(tmp_path, scenario, None, api_key="secret")
+
+
 def test_a_body_that_does_not_arrive_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "BODY_TIMEOUT_S", 0.2)
 
