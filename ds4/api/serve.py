@@ -20,6 +20,7 @@ import resource
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -43,6 +44,9 @@ _BACKLOG: Final = 2048
 _GC_OBJECTS: Final = 20_000
 _LEAVE_IDLE_S: Final = 5.0  # how long a connection that is silent is still listened to while leaving
 _LEAVE_POLL_S: Final = 0.1
+# libuv accepts one connection of a listening socket in each turn of the loop. With many streams a turn is long,
+# and whoever connects would queue for seconds. A few more in a turn are not felt by those streams.
+_ACCEPTS_PER_TURN: Final = 16
 
 
 class FrontServer(uvicorn.Server):
@@ -61,6 +65,7 @@ class FrontServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():  # only that one hears signals
             self._loop.add_signal_handler(signal.SIGUSR1, self._begin_leaving)
+        sockets = [same for each in sockets or () for same in (each, *_duplicates(each))]
         await super().serve(sockets)
 
     async def on_tick(self, counter: int) -> bool:
@@ -114,6 +119,14 @@ class FrontServer(uvicorn.Server):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._state.engine.wait_idle()
+
+
+def _duplicates(listener: socket.socket) -> Iterator[socket.socket]:
+    """What else the loop listens on, so that it accepts several of one queue in a turn."""
+    for _ in range(_ACCEPTS_PER_TURN - 1):
+        duplicate = listener.dup()
+        duplicate.setblocking(False)
+        yield duplicate
 
 
 def run_front(settings: Settings, socket_fd: int | None = None, pulse: Pulse | None = None) -> int:

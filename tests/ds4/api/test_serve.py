@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -86,5 +87,19 @@ def test_a_port_in_use_is_a_setting_to_change(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="--port"):
             await asyncio.to_thread(run_front, settings)
         assert not (tmp_path / "other").exists()
+
+    with_front(tmp_path, scenario, None)
+
+
+def test_many_connections_are_accepted_in_a_turn_of_the_loop(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        clients = [socket.create_connection(("127.0.0.1", front.port)) for _ in range(64)]
+        turns = 0
+        while len(front.server.server_state.connections) < len(clients):
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns < len(clients) // 2
+        for client in clients:
+            client.close()
 
     with_front(tmp_path, scenario, None)
