@@ -177,11 +177,11 @@ class EngineClient:
     def generate(
         self,
         request: GenerationRequest,
-        prompt: Sequence[int],
+        prompt: Sequence[int] | NDArray[np.uint32],
         request_id: str = "",
         cache_salt: bytes = b"",
     ) -> "Generation":
-        """Hand a request to the worker. `request_id` is for the log.
+        """Hand a request to the worker; an array as `prompt` is not copied. `request_id` is for the log.
 
         Raises RingUnavailableError while nothing can be served, RingFullError without a free slot,
         WorkerError for what is known to kill the worker.

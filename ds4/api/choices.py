@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from ds4.api.errors import BusyError, ClientGoneError, DrainingError
 from ds4.api.exchange import Exchange
@@ -25,6 +27,7 @@ from ds4.text.output import OutputParser
 from ds4.text.stop import StopMatcher
 from ds4.text.tool_calls import OutputEvent, TextDelta
 
+_PIECE_IDS: Final = 1 << 14
 _FINISH: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
@@ -75,7 +78,7 @@ class Parsing(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True):
     """What a request asks of the worker: prompts as ids, and the plan for each. `param` names the prompt."""
 
-    prompts: list[list[int]]
+    prompts: list[NDArray[np.uint32]]
     plan: Plan
     matcher: StopMatcher | None
     param: str
@@ -84,7 +87,18 @@ class Job(msgspec.Struct, frozen=True):
 
 def make_job(prompts: list[list[int]], plan: Plan, param: str, parsing: Parsing | None = None) -> Job:
     """The costly parts made once, off the loop for large bodies. Raises RequestError for the stops."""
-    return Job(prompts, plan, StopMatcher(plan.stops) if plan.stops else None, param, parsing)
+    matcher = StopMatcher(plan.stops) if plan.stops else None
+    return Job([_array(prompt) for prompt in prompts], plan, matcher, param, parsing)
+
+
+def _array(ids: list[int]) -> NDArray[np.uint32]:
+    """The ids as [num_tokens] uint32. In pieces: NumPy keeps the interpreter lock while it copies a list,
+    and a million numbers would hold up the loop.
+    """
+    array = np.empty(len(ids), np.uint32)
+    for start in range(0, len(ids), _PIECE_IDS):
+        array[start : start + _PIECE_IDS] = ids[start : start + _PIECE_IDS]
+    return array
 
 
 async def with_grammar(exchange: Exchange, job: Job) -> Job:

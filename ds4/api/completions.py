@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from ds4.api.answers import Collected, Identity, collect_answer, stream_answer
 from ds4.api.choices import Choice, Choices, Job, Piece, TokenText, make_job, open_choices, with_grammar
@@ -45,7 +47,7 @@ async def completions(exchange: Exchange) -> None:
         scores = await score_prompts(exchange, job)
         given = prompts_of(request, model.vocabulary.size)
         echoes = [
-            Echo(echo.text, prompt_logprobs(model, prompt, ids, found))
+            Echo(echo.text, prompt_logprobs(model, prompt, ids.tolist(), found))
             for echo, prompt, ids, found in zip(echoes, given, job.prompts, scores, strict=True)
         ]
     with open_choices(exchange, job) as choices:
@@ -92,7 +94,7 @@ class Echo(msgspec.Struct, frozen=True):
     logprobs: CompletionLogprobs | None = None
 
 
-def _echoes(model: ServedModel, request: CompletionRequest, prompts: list[list[int]]) -> list[Echo]:
+def _echoes(model: ServedModel, request: CompletionRequest, prompts: list[NDArray[np.uint32]]) -> list[Echo]:
     if not request.echo:
         return [Echo("")] * len(prompts)
     given = prompts_of(request, model.vocabulary.size)

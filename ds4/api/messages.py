@@ -82,9 +82,8 @@ async def messages(exchange: Exchange) -> None:
 
 async def count_tokens(exchange: Exchange) -> None:
     """How long a prompt is; never reaches the worker."""
-    state = exchange.state
-    body = await exchange.body()
-    await exchange.reply(await state.compute(len(body), lambda: _count(state.model, body)))
+    model = exchange.state.model
+    await exchange.answer(lambda body: _count(model, body))
 
 
 def _prepare(model: ServedModel, body: bytes) -> tuple[MessagesRequest, Job]:

@@ -19,6 +19,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,7 @@ _LAST_WORDS_S: Final = 2.0  # for error events to leave after the drain deadline
 _KEEP_ALIVE_S: Final = 75  # longer than nginx keeps its upstream connections
 _BACKLOG: Final = 2048
 _GC_OBJECTS: Final = 20_000
+_SWITCH_S: Final = 0.0005  # for so long a thread with a large body may keep the loop waiting, each time
 _LEAVE_IDLE_S: Final = 5.0  # how long a connection that is silent is still listened to while leaving
 _LEAVE_POLL_S: Final = 0.1
 # libuv accepts one connection of a listening socket in each turn of the loop. With many streams a turn is long,
@@ -137,6 +139,7 @@ def run_front(settings: Settings, socket_fd: int | None = None, pulse: Pulse | N
     with contextlib.closing(_listener(settings, socket_fd)) as listener:
         setup_logging(settings, "front")
         _raise_file_limit()
+        sys.setswitchinterval(_SWITCH_S)
         state = FrontState.build(settings, Path(resolve_model(settings.model, progress=False)))
         config = uvicorn.Config(
             create_app(settings, state=state),

@@ -51,23 +51,19 @@ class TokenizerRoute:
 async def tokenize(exchange: Exchange) -> None:
     """Text to ids."""
     state = exchange.state
-    body = await exchange.body()
-    answer = await state.compute(len(body), lambda: _tokenize(state.model, body, state.max_context_tokens))
-    await exchange.reply(answer)
+    await exchange.answer(lambda body: _tokenize(state.model, body, state.max_context_tokens))
 
 
 async def detokenize(exchange: Exchange) -> None:
     """Ids to text."""
-    state = exchange.state
-    body = await exchange.body()
-    await exchange.reply(await state.compute(len(body), lambda: _detokenize(state.model, body)))
+    model = exchange.state.model
+    await exchange.answer(lambda body: _detokenize(model, body))
 
 
 async def apply_template(exchange: Exchange) -> None:
     """Messages to the text that the model would see."""
-    state = exchange.state
-    body = await exchange.body()
-    await exchange.reply(await state.compute(len(body), lambda: _apply_template(state.model, body)))
+    model = exchange.state.model
+    await exchange.answer(lambda body: _apply_template(model, body))
 
 
 def _tokenize(model: ServedModel, body: bytes, max_context_tokens: int) -> TokenizeAnswer:

@@ -35,7 +35,7 @@ from tests.support.tiny_model import TinyShape, write_tiny_model
 
 _MARK: Final = b"data: "
 _PROMPT: Final = "hello there, "  # with the template around it, 32 tokens
-_SHAPE: Final = TinyShape(max_context_tokens=1 << 14)
+_SHAPE: Final = TinyShape(max_context_tokens=1 << 17)
 _READY_S: Final = 60.0
 _READ_BYTES: Final = 1 << 20
 
@@ -70,7 +70,8 @@ async def _bare(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-def _request(num_tokens: int) -> bytes:
+def stream_request(num_tokens: int) -> bytes:
+    """A chat request that streams so many tokens."""
     body = json.dumps(
         {
             "messages": [{"role": "user", "content": _PROMPT}],
@@ -92,7 +93,7 @@ def read_streams(port: int, num_streams: int, num_tokens: int) -> tuple[int, flo
     Raises AssertionError for an answer other than 200.
     """
     selector = selectors.EpollSelector()
-    request = _request(num_tokens)
+    request = stream_request(num_tokens)
     started_s = time.perf_counter()
     for _ in range(num_streams):
         connection = socket.create_connection(("127.0.0.1", port))
@@ -104,14 +105,14 @@ def read_streams(port: int, num_streams: int, num_tokens: int) -> tuple[int, flo
     view = memoryview(buffer)
     while num_open:
         for key, _ in selector.select():
-            connection, tail = key.fileobj, key.data
-            assert isinstance(connection, socket.socket)
+            stream, tail = key.fileobj, key.data
+            assert isinstance(stream, socket.socket)
             kept = len(tail[0])  # a mark may lie across two reads
             view[:kept] = tail[0]
-            size = connection.recv_into(view[kept:])
+            size = stream.recv_into(view[kept:])
             if not size:
-                selector.unregister(connection)
-                connection.close()
+                selector.unregister(stream)
+                stream.close()
                 num_open -= 1
                 continue
             if not kept:
@@ -162,14 +163,17 @@ def process(command: Sequence[str], where: set[int]) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def front_and_worker(port: int, num_slots: int, pace_us: int, *flags: str) -> Iterator[int]:
-    """One front end that is ready, with the mock device behind it: the front end's process id."""
+def front_and_worker(port: int, num_slots: int, pace_us: int, *, model: str = "") -> Iterator[int]:
+    """One front end that is ready, with the mock device behind it: the front end's process id.
+
+    `model` is a GGUF file, by default a tiny one with room for long prompts.
+    """
     alone, others = cores()
     rate = str(1e6 / pace_us if pace_us else 0)
     with tempfile.TemporaryDirectory() as scratch:
-        common = ["--model", str(write_tiny_model(Path(scratch) / "tiny.gguf", shape=_SHAPE))]
+        common = ["--model", model or str(write_tiny_model(Path(scratch) / "tiny.gguf", shape=_SHAPE))]
         common += ["--shared-dir", str(Path(scratch) / "ring"), "--log-level", "error"]
-        common += ["--slots-per-front-end", str(num_slots), *flags]
+        common += ["--slots-per-front-end", str(num_slots)]
         mock = ["--device", "mock", "--mock-tokens-per-s", rate, "--batched-sessions", str(num_slots)]
         front = ["ds4", "front", *common, "--port", str(port)]
         worker = ["workers.main", *common, *mock, "--max-batch-tokens", "4096"]
