@@ -1,10 +1,13 @@
 """Which dialect a path speaks, and its form of an error.
 
-Owns: the Anthropic error envelope; the choice between it and OpenAI's. Runs in: front ends. Source: the
+Owns: the Anthropic error envelope, the choice between it and OpenAI's, and what a field of chat is called
+in a dialect that is translated into chat. Runs in: front ends. Source: the
 Anthropic API reference. The table from exceptions to statuses is ds4/api/errors.py; here each status
 only gets Anthropic's name.
 """
 
+import re
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -24,6 +27,21 @@ _KINDS: Final = {
     500: "api_error",
     529: "overloaded_error",
 }
+# Fields of chat, the longest names first, and where their values came from.
+_RESPONSES_NAMES: Final[Sequence[tuple[str, str]]] = (
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("thinking", "reasoning"),
+    ("max_tokens", "max_output_tokens"),
+)
+_MESSAGES_NAMES: Final[Sequence[tuple[str, str]]] = (
+    ("response_format.json_schema", "output_config.format"),
+    ("response_format", "output_config.format"),
+    ("reasoning_effort", "output_config.effort"),
+    ("stop", "stop_sequences"),
+)
+_FUNCTION: Final = re.compile(r"^(tools\[\d+\])\.function(?=\.|$)")
 _OVERLOADED: Final = 529  # Anthropic's own status; its clients know it as "try again"
 
 
@@ -48,10 +66,32 @@ def anthropic_error(told: Failure, request_id: str) -> ErrorBody:
 
 def refusal(told: Failure, scope: Scope) -> Response:
     """The HTTP answer, in the dialect of the path that was asked for."""
+    told = _renamed(told, scope["path"])
     if not is_anthropic(scope["path"]):
         return told.response()
     body = msgspec.json.encode(anthropic_error(told, scope.get("ds4.request_id", "")))
     return Response(body, _anthropic_status(told), headers=told.headers, media_type="application/json")
+
+
+def _renamed(told: Failure, path: str) -> Failure:
+    """The same, with the client's own name for the field."""
+    detail = told.body.error
+    if is_anthropic(path):
+        names = _MESSAGES_NAMES
+    elif path.endswith("/responses"):
+        names = _RESPONSES_NAMES
+    else:
+        return told
+    if detail.param is None:
+        return told
+    param = _FUNCTION.sub(r"\1", detail.param)
+    for chats, ours in names:
+        if param == chats or param.startswith((chats + ".", chats + "[")):
+            param = ours + param[len(chats) :]
+            break
+    message = detail.message.replace(detail.param, param, 1)
+    detail = msgspec.structs.replace(detail, param=param, message=message)
+    return msgspec.structs.replace(told, body=msgspec.structs.replace(told.body, error=detail))
 
 
 def _anthropic_status(told: Failure) -> int:

@@ -20,7 +20,9 @@ def render(model: ServedModel, conversation: Conversation) -> str:
     thinking = conversation.thinking
     if thinking and think is None and model.output.harmony is None:
         raise RequestError(
-            "this model does not think before it answers", param="thinking", code="unsupported_parameter"
+            f"{conversation.thinking_param}: this model does not think before it answers; leave it out",
+            param=conversation.thinking_param,
+            code="unsupported_parameter",
         )
     kwargs: dict[str, Any] = dict(conversation.kwargs)
     if thinking is not None:

@@ -19,7 +19,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """What the model shall read and how it may answer.
 
     `messages`: role and text content, and what a template may want besides. `thinking`: None leaves it to
-    the template. `max_reasoning_tokens`: None is no limit. `kwargs` become template variables. `continues`:
+    the template; `thinking_param` is the field that asks for it. `max_reasoning_tokens`: None is no limit. `kwargs` become template variables. `continues`:
     the last message is the beginning of the answer.
     """
 
@@ -28,6 +28,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: "ToolChoice" = "none"
     is_parallel: bool = True
     thinking: bool | None = None
+    thinking_param: str = "thinking"  # the field that says so
     max_reasoning_tokens: int | None = None
     add_generation_prompt: bool = True
     continues: bool = False

@@ -21,20 +21,12 @@ from ds4.protocol.common import (
     check_top_logprobs,
     decode_body,
     make_plan,
-    refuse_unsupported,
 )
 
 # One prompt: texts and ids one after the other. A plain text is one text, a plain list of ids only ids.
 Prompt = list[str | int]
 
-_REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
-    "image_data": ([],),
-    "lora": ([],),
-    "n_indent": (0,),
-    "post_sampling_probs": (False,),
-    "return_progress": (False,),
-    "t_max_predict_ms": (0, -1),
-}
+_HONOURED: Final = frozenset({"n_probs"})  # of the fields that other routes refuse
 
 
 class NativeFields(GenerationFields, frozen=True, kw_only=True):
@@ -45,13 +37,7 @@ class NativeFields(GenerationFields, frozen=True, kw_only=True):
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
     response_fields: list[str] | None = None
-    # Refused where they would change the answer.
-    image_data: Any = None
-    lora: Any = None
-    n_indent: Any = None
-    post_sampling_probs: Any = None
-    return_progress: Any = None
-    t_max_predict_ms: Any = None
+    return_progress: bool | None = None
 
 
 class NativeRequest(NativeFields, frozen=True, kw_only=True):
@@ -163,7 +149,12 @@ def decode_infill(body: bytes) -> InfillRequest:
 
 def plan_native(request: NativeFields, defaults: SamplingDefaults, vocabulary: Vocabulary) -> Plan:
     """All checks that need no prompt. Raises RequestError naming the field."""
-    refuse_unsupported(request, table=_REFUSED)
+    if request.return_progress:
+        raise RequestError(
+            "return_progress is not supported by this server; leave it out",
+            param="return_progress",
+            code="unsupported_parameter",
+        )
     if request.stream and request.response_fields:
         raise RequestError(
             "response_fields cannot be given with stream", param="response_fields", code="invalid_value"
@@ -175,7 +166,9 @@ def plan_native(request: NativeFields, defaults: SamplingDefaults, vocabulary: V
         num_logprobs = 0  # the ids come with them
     if request.n_cmpl is not None:
         request = msgspec.structs.replace(request, n=request.n_cmpl)
-    return make_plan(request, defaults, vocabulary, num_logprobs=num_logprobs, least_max_tokens=0)
+    return make_plan(
+        request, defaults, vocabulary, num_logprobs=num_logprobs, least_max_tokens=0, honoured=_HONOURED
+    )
 
 
 def native_prompts(

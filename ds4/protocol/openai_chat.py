@@ -221,7 +221,8 @@ def conversation(request: ChatRequest | TemplateRequest) -> Conversation:
     choice = checked_tool_choice(request.tool_choice, tools)
     if choice == "none":
         tools = []
-    thinking, budget = _thinking(request)
+    thinking, budget, thinking_param = _thinking(request)
+    is_effort = request.thinking is None and request.reasoning_effort is not None
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort not in (None, "none"):
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
@@ -236,14 +237,15 @@ def conversation(request: ChatRequest | TemplateRequest) -> Conversation:
         tool_choice=choice,
         is_parallel=request.parallel_tool_calls is not False,
         thinking=thinking,
+        thinking_param="reasoning_effort" if is_effort else "thinking",
         max_reasoning_tokens=budget,
         add_generation_prompt=request.add_generation_prompt is not False,
         kwargs=kwargs,
     )
 
 
-def _thinking(request: ChatRequest | TemplateRequest) -> tuple[bool | None, int | None]:
-    """Whether to think and for how long, from the fields that different clients use for it."""
+def _thinking(request: ChatRequest | TemplateRequest) -> tuple[bool | None, int | None, str]:
+    """Whether to think, for how long, and which field says so: different clients use different ones."""
     effort, thinking, budget = request.reasoning_effort, request.thinking, request.reasoning_budget
     if effort is not None and effort not in EFFORTS:
         raise refuse("reasoning_effort", f"{effort[:40]!r} is not one of {', '.join(EFFORTS)}")
@@ -261,12 +263,13 @@ def _thinking(request: ChatRequest | TemplateRequest) -> tuple[bool | None, int 
         budget = None
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
         raise refuse("reasoning_budget", "must be a number of tokens")
+    param = "reasoning_effort" if effort is not None else "reasoning_budget"
     switch = (request.chat_template_kwargs or {}).get("enable_thinking")
     if isinstance(switch, bool):  # the most exact wish
-        wanted = switch
+        wanted, param = switch, "chat_template_kwargs.enable_thinking"
     elif thinking is not None:
-        wanted = thinking
-    return (False if budget == 0 else wanted), budget
+        wanted, param = thinking, "thinking"
+    return (False if budget == 0 else wanted), budget, param
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

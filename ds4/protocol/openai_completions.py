@@ -66,7 +66,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     timings: Timings | msgspec.UnsetType = msgspec.UNSET
 
 
-_HONOURED: Final = frozenset({"suffix"})  # of the fields that other routes refuse
+_HONOURED: Final = frozenset({"echo", "suffix"})  # of the fields that other routes refuse
 _decoder: Final = msgspec.json.Decoder(CompletionRequest)
 
 

@@ -105,12 +105,25 @@ def test_a_value_of_the_wrong_type_is_refused_by_its_name(name: str, bad: Any) -
         ("modalities", ["text", "audio"]),
         ("truncate_prompt_tokens", 5),
         ("logits_processors", ["x"]),
+        ("skip_special_tokens", False),
+        ("top_n_sigma", 1.0),
+        ("max_new_tokens", 5),
+        ("reasoning_format", "none"),
+        ("echo", True),
+        ("lora", [{"id": 0, "scale": 1.0}]),
     ],
 )
 def test_a_field_that_would_change_the_output_and_is_not_honoured_is_refused(name: str, bad: Any) -> None:
     error = _refused(**{name: bad})
     assert error.param == name
     assert error.code == "unsupported_parameter"
+
+
+def test_penalties_have_no_window() -> None:
+    assert _refused(repeat_last_n=64, repeat_penalty=1.1).param == "repeat_last_n"
+    assert _refused(penalty_last_n=0, presence_penalty=1).param == "penalty_last_n"
+    _plan(repeat_last_n=64, repeat_penalty=1.0)
+    _plan(repeat_last_n=-1, repeat_penalty=1.1)
 
 
 def test_biases_of_texts_are_those_of_their_tokens() -> None:
