@@ -29,6 +29,7 @@ _PATIENCE_S: Final = 20.0  # in the queue for the child, before a client is told
 _DYING_S: Final = 0.2  # for an idle one to notice that its input is closed, for a dead one to be reaped
 # Ended by somebody else, not by what it was given: worth another attempt.
 _BY_OTHERS: Final = (-signal.SIGKILL, -signal.SIGTERM)
+_STARTS: Final = 3
 _MAX_CACHED: Final = 512
 _MAX_CACHED_CHARS: Final = 16 << 20
 _TOO_MUCH: Final = Verdict(
@@ -121,27 +122,32 @@ class GrammarCompiler:
     async def _started(self) -> asyncio.subprocess.Process:
         if self._child is not None and self._child.returncode is None:
             return self._child
-        self._child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "ds4.text.grammar_check",
-            str(self._model_path),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        try:
-            ready = await self._answer(self._child, _START_S)
-        except (_ChildLostError, asyncio.CancelledError) as error:
-            await self._end_child()
-            if isinstance(error, _ChildLostError):
-                raise RuntimeError("the grammar process did not start") from error
-            raise
+        for _ in range(_STARTS):
+            self._child = child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "ds4.text.grammar_check",
+                str(self._model_path),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            try:
+                ready = await self._answer(child, _START_S)
+                break
+            except _ChildLostError as error:
+                if await self._end_child() not in _BY_OTHERS:
+                    raise RuntimeError("the grammar process did not start") from error
+            except asyncio.CancelledError:
+                await self._end_child()
+                raise
+        else:
+            raise RuntimeError("the grammar process was killed each time it started")
         if ready.problem:
             await self._end_child()
             raise RequestError(
                 f"this model has no structured output: {ready.problem}", code="unsupported_model"
             )
-        return self._child
+        return child
 
     async def _answer(self, child: asyncio.subprocess.Process, limit_s: float) -> Verdict:
         assert child.stdout is not None

@@ -169,6 +169,17 @@ def test_a_process_that_others_kill_costs_nobody_an_answer(tmp_path: Path) -> No
     run(tmp_path, scenario)
 
 
+def test_a_process_that_others_kill_as_it_starts_costs_nobody_an_answer(tmp_path: Path) -> None:
+    async def scenario(compiler: GrammarCompiler) -> None:
+        task = asyncio.ensure_future(compiler.compile(choice_source(["z"]), "x"))
+        while compiler._child is None:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0)
+        os.kill(pid_of(compiler), signal.SIGKILL)
+        assert '"z"' in await task
+
+    run(tmp_path, scenario)
+
+
 def test_a_process_that_was_killed_is_replaced(tmp_path: Path) -> None:
     async def scenario(compiler: GrammarCompiler) -> None:
         await compiler.compile(GOOD, "x")
