@@ -298,7 +298,7 @@ class Choice:
     @staticmethod
     def _parsed(parser: OutputParser, tokens: tuple[TokenText, ...], finish: str) -> Piece:
         if finish:
-            parser.end()
+            parser.end(is_cut=finish == "length")
             if finish == "stop" and parser.has_calls:
                 finish = "tool_calls"
         events = tuple(parser.drain())

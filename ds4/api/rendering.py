@@ -18,9 +18,9 @@ def render(model: ServedModel, conversation: Conversation) -> str:
     """The guarded text for `Tokenizer.encode_rendered`. Raises RequestError."""
     template, think = model.template, model.output.think
     thinking = conversation.thinking
-    if thinking and think is None and model.output.harmony is None:
+    if (thinking or conversation.max_reasoning_tokens) and think is None and model.output.harmony is None:
         raise RequestError(
-            f"{conversation.thinking_param}: this model does not think before it answers; leave it out",
+            f"{conversation.thinking_param}: this model does not think before it answers; leave it out, or switch it off",
             param=conversation.thinking_param,
             code="unsupported_parameter",
         )

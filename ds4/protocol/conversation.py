@@ -19,7 +19,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """What the model shall read and how it may answer.
 
     `messages`: role and text content, and what a template may want besides. `thinking`: None leaves it to
-    the template; `thinking_param` is the field that asks for it. `max_reasoning_tokens`: None is no limit. `kwargs` become template variables. `continues`:
+    the template. `max_reasoning_tokens`: None is no limit. `kwargs` become template variables. `continues`:
     the last message is the beginning of the answer.
     """
 

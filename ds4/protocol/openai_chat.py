@@ -222,7 +222,6 @@ def conversation(request: ChatRequest | TemplateRequest) -> Conversation:
     if choice == "none":
         tools = []
     thinking, budget, thinking_param = _thinking(request)
-    is_effort = request.thinking is None and request.reasoning_effort is not None
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort not in (None, "none"):
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
@@ -237,7 +236,7 @@ def conversation(request: ChatRequest | TemplateRequest) -> Conversation:
         tool_choice=choice,
         is_parallel=request.parallel_tool_calls is not False,
         thinking=thinking,
-        thinking_param="reasoning_effort" if is_effort else "thinking",
+        thinking_param=thinking_param,
         max_reasoning_tokens=budget,
         add_generation_prompt=request.add_generation_prompt is not False,
         kwargs=kwargs,

@@ -181,6 +181,20 @@ def test_a_call_that_is_cut_off_says_length(tmp_path: Path) -> None:
     with_front(tmp_path, scenario, CALL, model=hermes())
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_the_head_of_a_call_that_is_cut_off_is_no_text(tmp_path: Path, choice: str) -> None:
+    async def scenario(front: Front) -> None:
+        asked = {"tools": TOOLS, "max_tokens": 12, "tool_choice": choice}
+        whole = (await front.chat(**asked)).json()["choices"][0]
+        assert whole["finish_reason"] == "length"
+        assert not whole["message"]["content"]
+        assert "tool_calls" not in whole["message"]
+        chunks = parse_events((await front.chat(**asked, stream=True)).content)
+        assert not joined(chunks)["content"]
+
+    with_front(tmp_path, scenario, CALL, model=hermes())
+
+
 def test_several_choices_have_calls_of_their_own(tmp_path: Path) -> None:
     async def scenario(front: Front) -> None:
         choices = (await front.chat(tools=TOOLS, n=3)).json()["choices"]
@@ -287,12 +301,34 @@ def test_thinking_can_be_switched_off(
     with_front(tmp_path, scenario, "ok", model=hermes(template))
 
 
-def test_a_model_that_does_not_think_cannot_be_asked_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"thinking": {"type": "enabled", "budget_tokens": 100}}, "thinking"),
+        ({"thinking": True}, "thinking"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"reasoning_budget": 100}, "reasoning_budget"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
+        ({"thinking": {"type": "disabled"}}, None),
+        ({"thinking": {"type": "adaptive"}}, None),  # the model decides, and never wants to
+        ({"thinking": False}, None),
+        ({"reasoning_effort": "none"}, None),
+        ({"reasoning_budget": 0}, None),
+        ({"reasoning_budget": -1}, None),
+    ],
+)
+def test_a_model_that_does_not_think_cannot_be_asked_to(
+    tmp_path: Path, fields: dict[str, Any], param: str | None
+) -> None:
     async def scenario(front: Front) -> None:
-        assert (await front.chat(thinking={"type": "disabled"})).status_code == 200
-        refused = await front.chat(thinking={"type": "enabled"})
-        assert refused.status_code == 400
-        assert refused.json()["error"]["param"] == "thinking"
+        response = await front.chat(**fields)
+        if param is None:
+            assert response.status_code == 200
+            return
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param)
+        assert error["message"].startswith(param)
+        assert "leave it out, or switch it off" in error["message"]
 
     with_front(tmp_path, scenario)
 
