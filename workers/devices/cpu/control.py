@@ -37,6 +37,7 @@ class Control(IntEnum):
     RUN_BYTES = 22  # from a run of pages to the next, all layers
     HEAD_BYTES = 23  # from one head's pages of a run to the next head's
     VALUES = 24  # from a layer's keys to its values, in bytes
+    TILES = 25  # where the memory for tile products lies in a thread's scratch, in bytes
     BARRIER = 32  # 24 words: see memory.py
     COUNT = 56
 

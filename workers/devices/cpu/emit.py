@@ -365,7 +365,7 @@ class Emitter:
         are below 128 unless the target's dot product takes unsigned ones, or signed where so flagged.
         """
         isa = self.target.isa
-        if isa is Isa.AVX512_VNNI:
+        if isa in (Isa.AMX, Isa.AVX512_VNNI):
             return self._vpdpbusd(512, sums, weights, values)
         pieces = 4 if isa is Isa.NEON_DOT else 2
         width = LANES // pieces

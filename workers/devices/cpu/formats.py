@@ -21,8 +21,9 @@ TILE_OUTPUTS: Final = 16
 BLOCK_INPUTS: Final = 32
 OUTPUT_UNIT: Final = 32  # outputs are padded to, and shared out between threads, in units of two tiles
 LOGITS_BLOCK: Final = 64  # of logits whose largest is noted: whole vectors, whole units of outputs
-SPARE_ROWS: Final = 12  # kernels may read and write this many rows past the last one
+SPARE_ROWS: Final = 16  # kernels may read and write this many rows past the last one
 
+_SETS: Final = 64  # of a first-level cache
 RECORD_BYTES: Final = 48
 RECORD_SCALE: Final = 32  # float32
 RECORD_SUM: Final = 36  # float32: scale * sum of the 32 values
@@ -102,6 +103,10 @@ def packed_bytes(kind: WeightKind, num_outputs: int, num_inputs: int) -> int:
 def record_stride(num_rows: int) -> int:
     """Bytes from one block's records to the next block's.
 
-    An odd multiple of 64, so that the blocks of a row do not all fall into the same cache sets.
+    So many cache lines that the blocks of a few rows do not fall into the same cache sets: an odd number,
+    and of many rows 13 more than a multiple of 64, which lays the blocks of 16 rows side by side.
     """
-    return (num_rows * RECORD_BYTES + 127) // 128 * 128 + 64
+    lines = (num_rows * RECORD_BYTES + 127) // 128 * 2 + 1
+    if lines > _SETS:
+        lines += (13 - lines) % _SETS
+    return 64 * lines

@@ -36,7 +36,7 @@ _FUNCTION: Final = ctypes.CFUNCTYPE(
 # The modules of this package that shape the code.
 SOURCES: Final = (
     "attention", "build", "control", "elementwise", "emit", "formats", "groups", "matmul", "memory", "spec",
-    "step", "target",
+    "step", "target", "tiles",
 )  # fmt: skip
 
 

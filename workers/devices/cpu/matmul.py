@@ -37,6 +37,14 @@ from workers.devices.cpu.formats import (
     WeightKind,
     block_bytes,
 )
+from workers.devices.cpu.tiles import (
+    SUMS_BYTES,
+    TILE_KINDS,
+    TILE_ROWS,
+    WIDE_BYTES,
+    tile_kernel,
+    widen_kernel,
+)
 
 _KERNEL_ARGUMENTS: Final = 9
 _FLOAT_INPUTS_A_TURN: Final = 8
@@ -200,11 +208,12 @@ def _load_weights(e: Emitter, kind: WeightKind, address: Value) -> Value:
 def make_matmul(library: Library, kind: WeightKind) -> Callable[..., Any]:
     """The product for one weight kind, for jitted code.
 
-    `(weights, num_blocks, first, last, rows, row_stride, num_rows, out, out_stride, base, base_stride, base_step)`:
+    `(weights, num_blocks, first, last, rows, row_stride, num_rows, out, out_stride, base, base_stride, base_step,
+    scratch)`:
     outputs first .. last - 1 (multiples of 32) of out[row] = base[row] + rows[row] @ weights.T. Strides
     are in bytes. The base of an output lies `base_step` times its index into the row: 4, or 0 to add the
     same few zeros everywhere; a base stride of 0 adds one vector (a bias) to every row. Up to SPARE_ROWS
-    rows past the last are read and written.
+    rows past the last are read and written. `scratch`: memory of this thread for tile products.
     """
     is_float = kind in FLOAT_BYTES
     make = float_kernel if is_float else quantised_kernel
@@ -240,7 +249,7 @@ def make_matmul(library: Library, kind: WeightKind) -> Callable[..., Any]:
     @jit
     def matmul(
         weights: int, num_blocks: int, first: int, last: int, rows: int, row_stride: int, num_rows: int,
-        out: int, out_stride: int, base: int, base_stride: int, base_step: int,
+        out: int, out_stride: int, base: int, base_stride: int, base_step: int, scratch: int,
     ) -> None:  # fmt: skip
         tile_bytes = num_blocks * bytes_a_block
         output = first
@@ -267,5 +276,46 @@ def make_matmul(library: Library, kind: WeightKind) -> Callable[..., Any]:
                         to + 4 * shift, out_stride, old + base_step * shift, base_stride,
                     )  # fmt: skip
             output += OUTPUT_UNIT
+
+    if library.target.has_tiles and kind in TILE_KINDS:
+        return _with_tiles(library, kind, matmul)
+    return matmul
+
+
+def _with_tiles(library: Library, kind: WeightKind, few_rows: Callable[..., Any]) -> Callable[..., Any]:
+    """The product with whole groups of sixteen rows on tile registers; `few_rows` takes the rest."""
+    widen, multiply = widen_kernel(library, kind), tile_kernel(library, kind)
+    bytes_a_block, record_bytes = block_bytes(kind), RECORD_BYTES
+
+    @jit
+    def matmul(
+        weights: int, num_blocks: int, first: int, last: int, rows: int, row_stride: int, num_rows: int,
+        out: int, out_stride: int, base: int, base_stride: int, base_step: int, scratch: int,
+    ) -> None:  # fmt: skip
+        in_tiles = num_rows // TILE_ROWS * TILE_ROWS
+        if num_rows - in_tiles > TILE_ROWS // 2 and in_tiles > 0:
+            in_tiles += TILE_ROWS  # the last group reaches into the spare rows
+        if in_tiles > 0:
+            wide, wide_bytes = scratch + SUMS_BYTES, num_blocks * WIDE_BYTES
+            output = first
+            while output < last:
+                tile = weights + output // TILE_OUTPUTS * num_blocks * bytes_a_block
+                for half in range(2):
+                    widen(tile + half * num_blocks * bytes_a_block, num_blocks, wide + half * wide_bytes)
+                for row in range(0, in_tiles, TILE_ROWS):
+                    for half in range(2):
+                        column = output + TILE_OUTPUTS * half
+                        multiply(
+                            wide + half * wide_bytes, num_blocks, rows + row * record_bytes, row_stride,
+                            out + row * out_stride + 4 * column, out_stride,
+                            base + row * base_stride + base_step * column, base_stride, scratch,
+                        )  # fmt: skip
+                output += OUTPUT_UNIT
+        if in_tiles < num_rows:
+            few_rows(
+                weights, num_blocks, first, last, rows + in_tiles * record_bytes, row_stride,
+                num_rows - in_tiles, out + in_tiles * out_stride, out_stride,
+                base + in_tiles * base_stride, base_stride, base_step, scratch,
+            )  # fmt: skip
 
     return matmul

@@ -29,6 +29,7 @@ from workers.devices.cpu.groups import HEAD_UNIT, RUN_PAGES, group_sizes, page_b
 from workers.devices.cpu.packing import Matrix, Packer, Rows
 from workers.devices.cpu.spec import StepSpec
 from workers.devices.cpu.target import Target
+from workers.devices.cpu.tiles import tile_bytes
 from workers.devices.interface import Limits
 from workers.model.program import (
     Attention,
@@ -119,6 +120,9 @@ class Plan:
         run, single = group_sizes(target, sizes.num_heads // sizes.num_kv_heads, sizes.head_size)
         pair_bytes = 2 * OUTPUT_UNIT * _F32_BYTES  # of a row's gates and ups
         scratch = max(run.scratch_bytes, single.scratch_bytes, rows * pair_bytes)
+        self._tiles_at = -(-scratch // 64) * 64
+        if target.has_tiles:
+            scratch = self._tiles_at + tile_bytes(max(sizes.hidden_size, second_size) // BLOCK_INPUTS)
         self.scratch_stride = -(-scratch // 128) * 128 + 64
         self.scratch = Buffer(self.scratch_stride * max_threads)
         self.zeros = Buffer(pair_bytes)
@@ -400,6 +404,7 @@ class Plan:
             (Control.QKV_STRIDE, self.qkv_stride),
             (Control.SCRATCH, self.scratch.address),
             (Control.SCRATCH_STRIDE, self.scratch_stride),
+            (Control.TILES, self._tiles_at),
             (Control.ZEROS, self.zeros.address),
             (Control.RUN_BYTES, self.run_bytes),
             (Control.HEAD_BYTES, self.head_bytes),

@@ -29,6 +29,7 @@ from workers.devices.cpu.groups import RUN_PAGES, group_sizes, page_bytes
 from workers.devices.cpu.matmul import make_matmul
 from workers.devices.cpu.memory import Memory
 from workers.devices.cpu.spec import StepSpec
+from workers.devices.cpu.tiles import configure_kernel, release_kernel
 
 _HELPER_SPINS: Final = 6000  # about 100 us of pauses between two steps before a helper sleeps
 
@@ -147,11 +148,16 @@ def _make_step(library: Library, kernels: _Kernels) -> Jitted:
     code_embed, code_norm, code_matmul = int(Code.EMBED), int(Code.NORM), int(Code.MATMUL)
     code_rope, code_attention = int(Code.ROPE), int(Code.ATTENTION)
     code_quantise, code_summarise = int(Code.QUANTISE), int(Code.SUMMARISE)
+    has_tiles = library.target.has_tiles
+    configure, release = (
+        (configure_kernel(library), release_kernel(library)) if has_tiles else (_nothing, _nothing)
+    )
 
     @jit
     def run_step(control: int, thread: int, num_threads: int) -> None:
         record = load(control + operations_at)
         end = record + load(control + num_operations_at) * record_bytes
+        configure()
         while record < end:
             code = load(record)
             if code == code_matmul:
@@ -173,8 +179,14 @@ def _make_step(library: Library, kernels: _Kernels) -> Jitted:
             if load(record + 8) != 0:
                 barrier(control + barrier_at, num_threads)
             record += record_bytes
+        release()
 
     return run_step
+
+
+@jit
+def _nothing() -> None:
+    """Stands in for what a target does not need."""
 
 
 def _make_embed(kernels: _Kernels) -> Jitted:
@@ -233,6 +245,8 @@ def _make_matmul(kernels: _Kernels) -> Jitted:
     rows_at, stride_at = 8 * Control.NUM_ROWS, 8 * Control.RECORD_STRIDE
     samples_at, sample_stride_at = 8 * Control.NUM_SAMPLES, 8 * Control.SAMPLE_RECORD_STRIDE
     first_float_kind, unit = int(min(FLOAT_BYTES)), OUTPUT_UNIT
+    scratch_at, scratch_stride_at = 8 * Control.SCRATCH, 8 * Control.SCRATCH_STRIDE
+    tiles_at = 8 * Control.TILES
 
     @jit
     def matmul(control: int, record: int, thread: int, num_threads: int) -> None:
@@ -248,12 +262,13 @@ def _make_matmul(kernels: _Kernels) -> Jitted:
         stride = load(control + (sample_stride_at if sampled else stride_at))
         if kind >= first_float_kind:
             rows, stride = load(record + 56), load(record + 64)
+        scratch = load(control + scratch_at) + thread * load(control + scratch_stride_at)
         first = unit * (num_units * thread // num_threads)
         last = unit * (num_units * (thread + 1) // num_threads)
         multiply(
             kind,
             (weights, num_blocks, first, last, rows, stride, num_rows, out, out_stride, base, base_stride,
-             base_step),
+             base_step, scratch + load(control + tiles_at)),
         )  # fmt: skip
 
     return matmul
@@ -415,6 +430,7 @@ def _make_gate_up(kernels: _Kernels) -> Jitted:
     rows_at, record_stride_at, row_bytes = 8 * Control.NUM_ROWS, 8 * Control.RECORD_STRIDE, RECORD_BYTES
     scratch_at, scratch_stride_at = 8 * Control.SCRATCH, 8 * Control.SCRATCH_STRIDE
     zeros_at, first_float_kind = 8 * Control.ZEROS, int(min(FLOAT_BYTES))
+    tiles_at = 8 * Control.TILES
 
     @jit
     def gate_up(control: int, record: int, thread: int, num_threads: int) -> None:
@@ -427,6 +443,7 @@ def _make_gate_up(kernels: _Kernels) -> Jitted:
         zeros = load(control + zeros_at)
         # Sixty-four values a row: thirty-two gates, then their ups.
         pairs = load(control + scratch_at) + thread * load(control + scratch_stride_at)
+        tiles = pairs + load(control + tiles_at)
         rows, row_stride = records, stride
         if gate_kind >= first_float_kind:
             rows, row_stride = floats, float_stride
@@ -438,17 +455,31 @@ def _make_gate_up(kernels: _Kernels) -> Jitted:
                 multiply(
                     gate_kind,
                     (gate, num_blocks, 64 * group, 64 * group + 64, rows, row_stride, num_rows,
-                     pairs - 256 * group, 256, zeros, 0, 0),
+                     pairs - 256 * group, 256, zeros, 0, 0, tiles),
                 )  # fmt: skip
             else:
                 first, last, to = 32 * group, 32 * group + 32, pairs - 128 * group
                 multiply(
                     gate_kind,
-                    (gate, num_blocks, first, last, rows, row_stride, num_rows, to, 256, zeros, 0, 0),
+                    (gate, num_blocks, first, last, rows, row_stride, num_rows, to, 256, zeros, 0, 0, tiles),
                 )
                 multiply(
                     up_kind,
-                    (up, num_blocks, first, last, up_rows, up_stride, num_rows, to + 128, 256, zeros, 0, 0),
+                    (
+                        up,
+                        num_blocks,
+                        first,
+                        last,
+                        up_rows,
+                        up_stride,
+                        num_rows,
+                        to + 128,
+                        256,
+                        zeros,
+                        0,
+                        0,
+                        tiles,
+                    ),
                 )
             for row in range(num_rows):
                 at = pairs + 256 * row

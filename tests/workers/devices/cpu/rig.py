@@ -120,6 +120,7 @@ def can_run(target: Target) -> bool:
     if target.triple.split("-")[0] != host.triple.split("-")[0]:
         return False
     better = {
+        Isa.AMX: (Isa.AMX, Isa.AVX512_VNNI, Isa.AVX_VNNI, Isa.AVX2, Isa.PLAIN),
         Isa.AVX512_VNNI: (Isa.AVX512_VNNI, Isa.AVX_VNNI, Isa.AVX2, Isa.PLAIN),
         Isa.AVX_VNNI: (Isa.AVX_VNNI, Isa.AVX2, Isa.PLAIN),
         Isa.AVX2: (Isa.AVX2, Isa.PLAIN),

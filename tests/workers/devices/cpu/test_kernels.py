@@ -16,6 +16,16 @@ from workers.devices.cpu.formats import FLOAT_BYTES, RECORD_BYTES, WeightKind, b
 from workers.devices.cpu.matmul import float_kernel, quantised_kernel
 from workers.devices.cpu.packing import Matrix, Packer, Rows
 from workers.devices.cpu.target import Isa, restricted_target
+from workers.devices.cpu.tiles import (
+    SUMS_BYTES,
+    TILE_KINDS,
+    TILE_ROWS,
+    configure_kernel,
+    release_kernel,
+    tile_bytes,
+    tile_kernel,
+    widen_kernel,
+)
 from workers.model.program import Tensor
 from workers.quant.dequantise import dequantise
 
@@ -131,6 +141,50 @@ def test_a_row_has_the_same_bits_in_every_tile_size(kind: WeightKind) -> None:
     for result in results:
         shared = result[0, :16]
         assert np.array_equal(shared, results[0][0])
+
+
+@pytest.mark.parametrize("kind", TILE_KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("num_inputs", [INPUTS, INPUTS - 32, 64])  # whole turns of blocks, and not
+def test_a_row_has_the_same_bits_on_tile_registers(kind: WeightKind, num_inputs: int) -> None:
+    target = restricted_target(Isa.AMX)
+    if not can_run(target):
+        pytest.skip("this machine has no tile registers that it may use")
+    library = Library(target)
+    quantised_kernel(library, kind, 1, TILE_ROWS)
+    configure_kernel(library)
+    widen_kernel(library, kind)
+    tile_kernel(library, kind)
+    release_kernel(library)
+    kernels = Kernels(library)
+    plain, configure, widen, multiply, release = kernels.names
+    tensor = tensor_of(TYPES[kind])
+    values = np.random.default_rng(7).normal(size=(TILE_ROWS, INPUTS)).astype(np.float32)
+    values *= np.geomspace(1e-3, 1e3, TILE_ROWS, dtype=np.float32)[:, None]
+    arena, _ = packed(tensor, has_unsigned_dot=True)
+    records, stride, num_blocks = records_of(values)[0], record_stride(TILE_ROWS), num_inputs // 32
+    expected, found = np.zeros((2, TILE_ROWS, 16), np.float32)
+    base = values[:, :16].copy()
+    for out, run_kernel in ((expected, "plain"), (found, "tiles")):
+        places = out.ctypes.data, out.strides[0], base.ctypes.data, base.strides[0]
+        if run_kernel == "plain":
+            kernels.call(plain, arena.ctypes.data, 0, num_blocks, records.ctypes.data, stride, *places)
+            continue
+        memory = np.zeros(tile_bytes(num_blocks) + 64, np.uint8)
+        scratch = -(-memory.ctypes.data // 64) * 64
+        kernels.call(configure)
+        kernels.call(widen, arena.ctypes.data, num_blocks, scratch + SUMS_BYTES)
+        kernels.call(
+            multiply, scratch + SUMS_BYTES, num_blocks, records.ctypes.data, stride, *places, scratch
+        )
+        kernels.call(release)
+    assert np.abs(expected).max() > 1
+    assert np.array_equal(found, expected)
+
+
+def test_tile_registers_multiply_bytes() -> None:
+    library = Library(restricted_target(Isa.AMX))
+    tile_kernel(library, WeightKind.U4)
+    assert "tdpbssd" in Kernels(library).assembly
 
 
 @pytest.mark.parametrize(
