@@ -87,6 +87,7 @@ class InputDetails(msgspec.Struct, frozen=True):
     """Part of `usage`."""
 
     cached_tokens: int
+    cache_write_tokens: int = 0  # nothing is charged for
 
 
 class OutputDetails(msgspec.Struct, frozen=True):

@@ -58,7 +58,7 @@ def test_an_answer_has_every_field_of_its_dialect(tmp_path: Path) -> None:
         num_prompt, num_output = len(front.worker.requests[0].prompt), len(front.encode("hello world"))
         assert answer["usage"] == {
             "input_tokens": num_prompt,
-            "input_tokens_details": {"cached_tokens": 3},
+            "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
             "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": num_prompt + num_output,
