@@ -204,6 +204,9 @@ def openapi() -> dict[str, Any]:
     ]
     unique = list({id(kind): kind for kind in kinds}.values())
     schemas, components = msgspec.json.schema_components(unique, ref_template="#/components/schemas/{name}")
+    components["TokenizeRequest"]["anyOf"] = [
+        {"required": [name], "properties": {name: {"type": "string"}}} for name in ("content", "prompt")
+    ]
     by_kind = {id(kind): schema for kind, schema in zip(unique, schemas, strict=True)}
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:

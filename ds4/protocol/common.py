@@ -279,6 +279,7 @@ def sampling_defaults(settings: Settings, metadata: Mapping[str, Any]) -> Sampli
 
 _INTEGER: Final = re.compile(r"-?[0-9]{1,18}")
 _PATH: Final = re.compile(r" - at `\$\.?([^`]*)`$")
+_MISSING: Final = re.compile(r"Object missing required field `(\w+)`")
 _T = TypeVar("_T")
 
 
@@ -291,6 +292,11 @@ def decode_body(decoder: "msgspec.json.Decoder[_T]", body: bytes) -> _T:
         found = _PATH.search(text)
         param = found.group(1) if found else ""
         reason = _PATH.sub("", text)
+        if missing := _MISSING.fullmatch(reason):
+            param = ".".join(filter(None, (param, missing[1])))
+            raise RequestError(
+                f"{param} is required", param=param, code="missing_required_parameter"
+            ) from None
         raise RequestError(
             f"{param}: {reason}" if param else f"the body is not what this route takes: {reason}",
             param=param or None,

@@ -28,7 +28,7 @@ Prompt = str | list[int]
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     """The request body. A list of ids is one prompt; a list of strings or of lists is several."""
 
-    prompt: str | list[Any] | None = None
+    prompt: str | list[Any]
     echo: bool | None = None
     logprobs: int | bool | None = None
     suffix: str | None = None
@@ -112,8 +112,6 @@ def _bad_best_of(message: str) -> RequestError:
 def prompts_of(request: CompletionRequest, vocabulary_size: int) -> list[Prompt]:
     """The prompts: text, or ids that are in the vocabulary. Raises RequestError."""
     prompt = request.prompt
-    if prompt is None:
-        raise RequestError("prompt is required", param="prompt", code="missing_required_parameter")
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:

@@ -85,7 +85,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The request body."""
 
-    input: str | list[Item] | None = None
+    input: str | list[Item]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -146,7 +146,7 @@ def decode_responses(body: bytes) -> ResponsesRequest:
 def input_items(request: ResponsesRequest) -> list[Item]:
     """The input as items. Raises RequestError without any."""
     given = request.input
-    if given is None or given == []:
+    if given == []:
         raise RequestError("input is required", param="input", code="missing_required_parameter")
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]

@@ -54,7 +54,7 @@ def test_tool_history_reaches_the_template() -> None:
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": "x"}, {"role": "user", "content": 5}], "messages[1].content"),
-        ([{"content": "x"}], "messages[0]"),
+        ([{"content": "x"}], "messages[0].role"),
         (None, "messages"),
     ],
 )
