@@ -37,7 +37,24 @@ CASES: Final[dict[str, bytes]] = {
     "a chunk size that overflows": _POST + _CHUNKED + b"\r\n10000000000000000\r\n" + HIDDEN,
     "a negative chunk size": _POST + _CHUNKED + b"\r\n-1\r\n" + HIDDEN,
     "a chunk longer than it says": _POST + _CHUNKED + b"\r\n1\r\n{}}\r\n0\r\n\r\n" + HIDDEN,
+    "two codings": _POST + _CHUNKED + b"transfer-encoding: identity\r\n\r\n0\r\n\r\n" + HIDDEN,
+    "chunked in HTTP/1.0": _POST.replace(b"1.1", b"1.0") + _CHUNKED + _LENGTH + b"\r\n0\r\n\r\n" + HIDDEN,
+    "a length with more behind it": _POST + b"content-length: 0;x\r\n\r\n" + HIDDEN,
+    "a length that a hop shall drop": _POST + b"connection: content-length\r\n" + _LENGTH + b"\r\n" + HIDDEN,
+    "a hexadecimal chunk size": _POST + _CHUNKED + b"\r\n0x0\r\n\r\n" + HIDDEN,
+    "a chunk size with a space before it": _POST + _CHUNKED + b"\r\n 0\r\n\r\n" + HIDDEN,
+    "an upgrade to HTTP/2 in the clear": _POST
+    + b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+    + _LENGTH
+    + b"\r\n"
+    + HIDDEN,
     "a zero byte in a name": _POST + b"content-len\0gth: 0\r\n\r\n" + HIDDEN,
+}
+# nginx takes these for the end of the first request, and hands on what it read in a form of its own.
+STRICT_CASES: Final[dict[str, bytes]] = {
+    "a length in the trailers": _POST + _CHUNKED + b"\r\n0\r\n" + _LENGTH + b"\r\n" + HIDDEN,
+    "a line feed in a chunk extension": _POST + _CHUNKED + b"\r\n0;x=\n\r\n\r\n" + HIDDEN,
+    "chunks that end with bare line feeds": _POST + _CHUNKED + b"\r\n2\n{}\n0\n\n" + HIDDEN,
 }
 # Answering both requests is right where nothing is ambiguous; these show that the tests can fail.
 PLAIN: Final = _POST + b"content-length: 0\r\n\r\n" + HIDDEN
