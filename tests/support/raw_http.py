@@ -38,6 +38,16 @@ async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyn
         writer.close()
 
 
+async def status_of(port: int, path: str) -> int:
+    """The status of one GET; 0 where nobody answers within seconds."""
+    try:
+        async with asyncio.timeout(2.0), connected(port) as (reader, writer):
+            writer.write(b"GET %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n" % path.encode())
+            return int((await reader.readline()).split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
 async def _lines(reader: asyncio.StreamReader, *, chunked: bool, length: int) -> AsyncIterator[bytes]:
     """The body, line by line."""
     if not chunked:
