@@ -13,7 +13,8 @@ from typing import Final
 
 _TRIAL_STEPS: Final = 3
 _KEPT_STEPS: Final = 5
-_MIN_INTERVAL: Final = 48  # steps between trials
+_FIRST_INTERVAL: Final = 8  # steps to the first trial: a machine may be crowded from the start
+_MIN_INTERVAL: Final = 48  # steps between trials once a count has won one
 _MAX_INTERVAL: Final = 768
 _GAIN: Final = 0.9  # a trial wins when its time is below this share
 _SUDDEN: Final = 1.5  # steps this much slower than before start a trial at once; in a trial, they end it
@@ -27,8 +28,7 @@ class _Bucket:
         self.current = 0  # index into the counts, most threads first
         self.times: deque[float] = deque(maxlen=_KEPT_STEPS)
         self.usual = 0.0  # time at the last decision
-        self.interval = _MIN_INTERVAL
-        self.wait = _MIN_INTERVAL
+        self.interval = self.wait = _FIRST_INTERVAL
         self.trial: int | None = None
         self.trial_times: list[float] = []
         self.downwards = True

@@ -36,7 +36,7 @@ def test_a_busy_neighbour_drops_threads_within_a_few_steps() -> None:
 
 def test_a_machine_that_is_busy_from_the_start_is_found_out() -> None:
     tuner = ThreadTuner(2)
-    run(tuner, crowded, 60)
+    run(tuner, crowded, 12)
     assert run(tuner, crowded, 200).count(1) >= 195
 
 
