@@ -67,9 +67,9 @@ def test_keys_and_prompts_are_not_written_down(tiny_model: Path, tmp_path: Path)
     shared, key_file = tmp_path / "shared", tmp_path / "keys"
     key_file.write_text(f"{ALICE} name=alice\n{BOB}\n")
     flags = ("--device", "reference", "--front-ends", "2", "--api-key-file", str(key_file))
-    flags += ("--log-level", "debug", "--shared-dir", str(shared), "--cache-isolation", "key")
+    more = ("--log-level", "debug", "--shared-dir", str(shared), "--cache-isolation", "key")
     with serving(
-        tiny_model, *flags, environment={"DS4_SERVER_BATCH_LOG": "1"}, module="tests.support.struck"
+        tiny_model, *flags, *more, environment={"DS4_SERVER_BATCH_LOG": "1"}, module="tests.support.struck"
     ) as server:
         body = chat_request(SECRET, 30)
         assert ask(server, body).status_code == 200
