@@ -41,6 +41,7 @@ class Control(IntEnum):
     BARRIER = 32  # 24 words: see memory.py
     COUNT = 56
 
+
 MAILBOX_BYTES: Final = 320
 MAIL_STEP: Final = 0  # steps handed to this helper so far; written by the leader
 MAIL_SLEEPING: Final = 64  # the helper is about to wait or waits; written under the lock
