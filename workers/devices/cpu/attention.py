@@ -178,7 +178,7 @@ def _softmax(library: Library, group: QueryGroup) -> Callable[..., None]:
             old_maximum = e.load(_state(e, group, scratch, query, 0), F32, 4)
             lanes = e.variable(e.splat(old_maximum))
             with e.loop(num_pages) as page:
-                e.set(lanes, e.maximum(e.get(lanes), e.load_floats(e.address(row, e.times(page, 64)))))
+                e.set(lanes, e.maximum(e.load_floats(e.address(row, e.times(page, 64))), e.get(lanes)))
             maximum = e.largest(e.get(lanes))
             spread = e.splat(maximum)
             sums = e.variable(e.floats(0.0))

@@ -40,7 +40,7 @@ from workers.devices.cpu.memory import Memory
 def _quantise(e: Emitter, low: Value, high: Value, record: Value) -> None:
     """Write 32 float32 as one activation record: scale = max |x| / 127, q = round(x / scale)."""
     b = e.builder
-    largest = e.largest(e.maximum(e.absolute(low), e.absolute(high)))
+    largest = e.largest_magnitude(low, high)
     zero = ir.Constant(F32, 0.0)
     inverse = b.select(b.fcmp_ordered(">", largest, zero), b.fdiv(ir.Constant(F32, 127.0), largest), zero)
     spread = e.splat(inverse)
@@ -197,9 +197,9 @@ class Elementwise:
                     values = b.select(exists, e.load_floats(address), lowest)
                     with b.if_then(b.icmp_signed("<", left, ir.Constant(I32, LOGITS_BLOCK)), likely=False):
                         e.store(values, address, 4)
-                    of_block = e.maximum(of_block, values)
+                    of_block = e.maximum(values, of_block)
                     unordered = b.or_(unordered, b.fcmp_unordered("uno", values, values))
-                e.set(best, e.maximum(e.get(best), of_block))
+                e.set(best, e.maximum(of_block, e.get(best)))
                 e.set(any_nan, b.or_(e.get(any_nan), unordered))
                 marked = e.total(b.select(unordered, not_a_number, e.floats(0.0)))  # NaN or 0
                 e.store(b.fadd(e.largest(of_block), marked), e.address(maxima, e.times(index, 4)), 4)

@@ -254,20 +254,33 @@ class Emitter:
         self.set(variable, self.fma(a, b, self.get(variable)))
 
     def maximum(self, a: Value, b: Value) -> Value:
-        """Lane-wise larger value; a NaN loses."""
-        return self.call("llvm.maxnum.v16f32", V16F32, a, b)
+        """Lane-wise larger value; b where either is a NaN. One instruction, where IEEE's maximum takes three."""
+        return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
     def minimum(self, a: Value, b: Value) -> Value:
-        """Lane-wise smaller value; a NaN loses."""
-        return self.call("llvm.minnum.v16f32", V16F32, a, b)
+        """Lane-wise smaller value; b where either is a NaN."""
+        return self.builder.select(self.builder.fcmp_ordered("<", a, b), a, b)
 
     def absolute(self, a: Value) -> Value:
         """Lane-wise magnitude."""
         return self.call("llvm.fabs.v16f32", V16F32, a)
 
     def largest(self, a: Value) -> Value:
-        """The largest lane."""
-        return self.call("llvm.vector.reduce.fmax.v16f32", F32, a)
+        """The largest lane, of lanes that are numbers."""
+        width = LANES
+        while width > 1:
+            width //= 2
+            a = self.maximum(self.lanes(a, range(width)), self.lanes(a, range(width, 2 * width)))
+        return self.builder.extract_element(a, ir.Constant(I32, 0))
+
+    def largest_magnitude(self, a: Value, b: Value) -> Value:
+        """The largest |x| of two vectors, NaN where one is there: magnitudes compare as whole numbers do."""
+        low, high = (
+            self.builder.and_(self.builder.bitcast(vector, V16I32), self.integers(0x7FFFFFFF))
+            for vector in (a, b)
+        )
+        larger = self.builder.select(self.builder.icmp_signed(">", low, high), low, high)
+        return self.builder.bitcast(self.call("llvm.vector.reduce.smax.v16i32", I32, larger), F32)
 
     def total(self, a: Value) -> Value:
         """Sum of the lanes, pairwise: the order is fixed on every machine."""
