@@ -26,6 +26,7 @@ from ds4.text.template_sandbox import (
 )
 from ds4.text.tokenizer import Tokenizer
 from ds4.text.tool_history import described, one_call_each
+from ds4.text.turn_order import answered, by_turns, without_system
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,12 @@ class ChatTemplate:
         )
         self.shows_results: Final = self._understands(_user("?") + call + _tool_result(_PROBE))
         self.takes_system: Final = self._understands([{"role": "system", "content": _PROBE}, *_user("?")])
+        self._takes_repeats = self._probe([*_user("?"), *_user("?")], self._no_tools) is not None
+        results = _user("?") + call + _tool_result("?")
+        self._takes_words_after_results = (
+            self._probe(results, self._no_tools) is None
+            or self._probe([*results, *_user("?")], self._no_tools) is not None
+        )
         # Written for tools that say everything: with less, some templates fail.
         self._needs_descriptions = self._shows_tool(_PROBE_TOOL) is None
         self.takes_tools: Final = bool(
@@ -187,6 +194,12 @@ class ChatTemplate:
         `messages` as in OpenAI's API; contents must be text. `kwargs` become template variables.
         Raises RequestError where the template refuses, with its message.
         """
+        if not self.takes_system:
+            messages = without_system(messages)
+        if not self._takes_repeats:
+            messages = by_turns(messages)
+        if not self._takes_words_after_results:
+            messages = answered(messages)
         if not self.shows_several_calls:
             messages = one_call_each(messages)
         if tools and self._needs_descriptions:

@@ -237,18 +237,49 @@ def test_the_models_own_tool_template_is_used_with_tools(tmp_path: Path) -> None
 
 
 def test_the_developer_role_is_system_for_templates_that_do_not_know_it(tokenizer: Tokenizer) -> None:
-    source = "{% for m in messages %}{{ m.role }} {% endfor %}"
+    source = "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
     message = {"role": "developer", "content": "x"}
-    assert ChatTemplate(source, tokenizer).render([message]) == "system "
-    assert ChatTemplate(source + "{# developer #}", tokenizer).render([message]) == "developer "
+    assert ChatTemplate(source, tokenizer).render([message]) == "system x"
+    assert ChatTemplate(source + "{# developer #}", tokenizer).render([message]) == "developer x"
 
 
 def test_a_template_that_refuses_tells_the_client_why(tokenizer: Tokenizer) -> None:
-    source = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    source = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tool first') }}{% endif %}"
     template = ChatTemplate(source, tokenizer)
     assert template.render(user("x")) == ""
-    with pytest.raises(RequestError, match="no system role"):
-        template.render([{"role": "system", "content": "x"}])
+    with pytest.raises(RequestError, match="no tool first"):
+        template.render([{"role": "tool", "content": "x"}])
+
+
+def test_a_template_that_takes_no_system_and_wants_turns_gets_what_it_takes(tokenizer: Tokenizer) -> None:
+    source = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+    )
+    template = ChatTemplate(source, tokenizer)
+    assert not template.takes_system
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "be brief"},
+        {"role": "developer", "content": "be kind"},
+        *user("a"),
+        *user(text_parts("b", "c")),
+        {"role": "assistant", "content": "d"},
+        {"role": "assistant", "content": "e"},
+        {"role": "system", "content": "now"},
+        *user("f"),
+    ]
+    assert template.render(messages) == (
+        "[user:be brief\n\nbe kind\n\na\nb\nc][assistant:d\n\ne][user:now\n\nf]"
+    )
+    assert template.render(messages[:2]) == "[user:be brief\n\nbe kind]"
+    after_a_tool = [*user("a"), *call("{}"), {"role": "tool", "content": "b"}, *user("c")]
+    strict = (
+        "{% for m in messages %}{% if loop.previtem and loop.previtem.role == 'tool' and m.role == 'user' %}"
+        "{{ raise_exception('answer first') }}{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+    )
+    assert ChatTemplate(strict, tokenizer).render(after_a_tool).endswith("[tool:b][assistant:OK.][user:c]")
+    relaxed = ChatTemplate(PLAIN, tokenizer)
+    assert relaxed.render([*user("a"), *user("b")]).count("user") == 2
 
 
 def test_template_variables_reach_it_but_not_over_its_own(tokenizer: Tokenizer) -> None:

@@ -116,6 +116,24 @@ def test_tools_calls_and_results_reach_the_model(path: Path, tokenizer: Tokenize
 
 
 @pytest.mark.parametrize("path", _FILES, ids=lambda path: path.stem)
+def test_an_agents_conversation_is_refused_by_none(path: Path, tokenizer: Tokenizer) -> None:
+    """Rules, a call with its result and the user's words after it, two messages in a row."""
+    model = _Model(path, tokenizer)
+    messages = [
+        {"role": "system", "content": "said-0"},
+        *_history(_CALLS[0]),
+        *_results(_CALLS[0]),
+        {"role": "user", "content": "said-1"},
+        {"role": "user", "content": "said-2"},
+        {"role": "assistant", "content": "said-3"},
+        {"role": "user", "content": "said-4"},
+    ]
+    prompt = model.render(messages)
+    for index in range(5):
+        assert f"said-{index}" in prompt
+
+
+@pytest.mark.parametrize("path", _FILES, ids=lambda path: path.stem)
 def test_calls_as_the_template_shows_them_are_read_however_they_are_cut(
     path: Path, tokenizer: Tokenizer
 ) -> None:
