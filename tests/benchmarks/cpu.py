@@ -36,7 +36,8 @@ from workers.model.registry import load_program
 
 PREFILL_TOKENS = 512
 STEP_TOKENS = 512
-# Ratios that the engine shall reach, by the file's type: prefill, then rows.
+# Ratios that the engine shall reach, by the file's type: prefill, then rows. They were set against a peer
+# without tile registers (AMX), which the peer has for prefill of these types.
 TARGETS = {
     "Q4_1": {"prefill": 7.0, "1": 2.5, "8": 6.0, "32": 5.0, "64": 5.0},
     "Q4_0": {"prefill": 2.3, "1": 2.0, "8": 3.0, "32": 2.3, "64": 2.3},
@@ -134,23 +135,28 @@ def ours(model: Path, shape: Shape) -> Figures:
 
 def _batched_bench(
     peer: Path, model: Path, prompt: int, generated: int, rows: int, threads: int
-) -> list[str]:
+) -> tuple[list[str], set[str]]:
+    """The cells of its one line, and the buffers that it keeps weights in: "AMX" where it uses tiles."""
     context = rows * (prompt + generated) + 64
     command = [str(peer / "llama-batched-bench"), "-m", str(model), "-c", str(context), "-b", "2048"]
     command += ["-ub", str(STEP_TOKENS), "-npp", str(prompt), "-ntg", str(generated), "-npl", str(rows)]
-    command += ["-t", str(threads), "-tb", str(threads)]
+    command += ["-t", str(threads), "-tb", str(threads), "-lv", "4"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    (line,) = [line for line in done.stdout.splitlines() if re.match(rf"\|\s+{prompt} \|", line)]
-    return [cell.strip() for cell in line.split("|")[1:-1]]
+    output = done.stdout + done.stderr
+    (line,) = re.findall(rf"^\|\s+{prompt} \|.*", output, re.MULTILINE)
+    return [cell.strip() for cell in line.split("|")[1:-1]], set(
+        re.findall(r"(\w+) model buffer size", output)
+    )
 
 
-def peers(peer: Path, model: Path, shape: Shape) -> Figures:
-    """The peer's figures; a row of its table is PP TG B N_KV T_PP S_PP T_TG S_TG T S."""
-    figures = {"prefill": float(_batched_bench(peer, model, PREFILL_TOKENS, 1, 1, shape.threads)[5])}
+def peers(peer: Path, model: Path, shape: Shape) -> tuple[Figures, set[str]]:
+    """The peer's figures and buffers; a row of its table is PP TG B N_KV T_PP S_PP T_TG S_TG T S."""
+    cells, buffers = _batched_bench(peer, model, PREFILL_TOKENS, 1, 1, shape.threads)
+    figures = {"prefill": float(cells[5])}
     for rows in shape.rows:
-        cells = _batched_bench(peer, model, shape.prompt, shape.generated, rows, shape.threads)
+        cells, _ = _batched_bench(peer, model, shape.prompt, shape.generated, rows, shape.threads)
         figures[str(rows)] = float(cells[7])
-    return figures
+    return figures, buffers
 
 
 def requantised(peer: Path, model: Path, directory: Path) -> Path:
@@ -233,9 +239,11 @@ def main() -> int:
             stack.enter_context(busy_neighbour())
             print("contended: one foreign process is busy")
         found: dict[str, tuple[list[Figures], list[Figures]]] = {name: ([], []) for name in models}
+        buffers: dict[str, set[str]] = {}
         for number in range(arguments.rounds):
             for name, model in models.items():
-                found[name][0].append(peers(arguments.peer, model, shape))
+                figures, buffers[name] = peers(arguments.peer, model, shape)
+                found[name][0].append(figures)
                 found[name][1].append(ours(model, shape))
             latest = {
                 name: rounds[1][-1]["prefill"] / rounds[0][-1]["prefill"] for name, rounds in found.items()
@@ -244,6 +252,7 @@ def main() -> int:
             print(f"round {number + 1}: load {os.getloadavg()[0]:.1f}, {shown}", file=sys.stderr)
     plain = arguments.context == 128 and not arguments.busy
     for name, (peer, own) in found.items():
+        print(f"\nllama.cpp keeps {name} weights in: {', '.join(sorted(buffers[name]))}")
         report(name, peer, own, show_targets=plain)
     return 0
 
