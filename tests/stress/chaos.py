@@ -90,7 +90,7 @@ class Run:
         self.longest_s = 0.0
         self.stopping = False
         self.num_poisons = 0
-        self.poisons: list[asyncio.Future[None]] = []
+        self.pending: list[asyncio.Future[None]] = []  # poison on its way, and what ends a blow
         self.bodies = [
             # Every fifth prompt is too long for its descriptor and goes through a file.
             chat_request(
@@ -186,6 +186,15 @@ class Run:
         except (ProcessLookupError, IndexError, ValueError):
             return 0.0  # it was dead already
 
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        """End a blow in some seconds, and in any case."""
+
+        async def wait() -> None:
+            await asyncio.sleep(seconds)
+            action()
+
+        self.pending.append(asyncio.ensure_future(wait()))
+
     def _one(self, words: str) -> int:
         return self.rng.choice(self.server.children(words))
 
@@ -211,7 +220,7 @@ class Run:
     def stop_supervisor(self) -> float:
         """Nobody restarts anything for a while."""
         self.server.send(signal.SIGSTOP)
-        asyncio.get_running_loop().call_later(3.0, self.server.send, signal.SIGCONT)
+        self._later(3.0, lambda: self.server.send(signal.SIGCONT))
         return self.rng.choice((0.0, 3.0))
 
     def jump_clock(self) -> float:
@@ -233,7 +242,7 @@ class Run:
             if answer.is_done and not answer.error:
                 self.faults.append("a request that kills the worker came to its end")
 
-        self.poisons.append(asyncio.ensure_future(send()))
+        self.pending.append(asyncio.ensure_future(send()))
         return 0.0
 
     def kill_front_end(self) -> float:
@@ -259,7 +268,7 @@ class Run:
                 os.kill(pid, signal.SIGCONT)
             self.struck_s = max(self.struck_s, time.monotonic())
 
-        asyncio.get_running_loop().call_later(seconds, go_on)
+        self._later(seconds, go_on)
         return seconds if seconds < 2 else 0.0
 
     def reload_front_ends(self) -> float:
@@ -277,7 +286,7 @@ class Run:
         def empty() -> None:
             filler.unlink(missing_ok=True)
 
-        asyncio.get_running_loop().call_later(1.5, empty)
+        self._later(1.5, empty)
         with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(1 << 16))
@@ -301,7 +310,7 @@ class Run:
                 self.faults.append(f"the server ended with {self.server.process.returncode}")
                 break
         self.stopping = True
-        await asyncio.gather(*streams, *self.poisons)
+        await asyncio.gather(*streams, *self.pending)
 
     async def recover(self) -> None:
         """Wait until there is a worker again, and front ends that know it: a slow machine takes its time."""
@@ -336,7 +345,7 @@ class Run:
         self.faults += [
             f"{name} is {metrics.get(name)}" for name, value in wanted.items() if metrics.get(name) != value
         ]
-        prompts = list((self.shared / "prompts").iterdir())
+        prompts = list(self.shared.glob("prompts/*"))
         if prompts:
             self.faults.append(f"{len(prompts)} prompt files are left")
         with contextlib.suppress(
