@@ -12,7 +12,7 @@ from ds4 import __version__, config
 from ds4.api.documents import document
 from ds4.api.state import FrontState
 from ds4.metrics import CONTENT_TYPE
-from ds4.protocol.server_status import Props, Slots, SlotView, Version, worker_props
+from ds4.protocol.server_status import DefaultSettings, Props, Slots, SlotView, Version, worker_props
 from ds4.ring.states import SlotState
 
 
@@ -65,7 +65,9 @@ class Status:
             total_slots=len(state.engine.ring.slots()),
             chat_template=state.model.file.chat_template or "",
             build_info=f"ds4-server {__version__}",
-            default_generation_settings=state.model.defaults,
+            default_generation_settings=DefaultSettings(
+                n_ctx=state.max_context_tokens, params=state.model.defaults
+            ),
             settings={
                 setting.name: getattr(state.settings, setting.name)
                 for setting in config.TABLE

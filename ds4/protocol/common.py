@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 MAX_CHOICES: Final = 128
 _SEED_BITS: Final = 64
 _MAX_BIAS: Final = 100.0
+_MAX_BIASED_CHARS: Final = 256
 _MAX_TOP_K: Final = 1 << 30
 _TEMPERATURES: Final = (0.0, 100.0)
 _SHARES: Final = (0.0, 1.0)  # top_p, min_p
@@ -488,6 +489,12 @@ def _logit_bias(
             ids: Sequence[int] = (int(key),)
             _check_id("logit_bias", ids[0], vocabulary.size)
         else:
+            if len(key) > _MAX_BIASED_CHARS:
+                raise RequestError(
+                    f"logit_bias: a text of {len(key)} characters, {_MAX_BIASED_CHARS} are allowed",
+                    param="logit_bias",
+                    code="invalid_value",
+                )
             ids = vocabulary.spell(key)
         amount = _number("logit_bias", number, 0.0, -_MAX_BIAS, _MAX_BIAS)
         found.update(dict.fromkeys(ids, amount))

@@ -56,6 +56,13 @@ def worker_props(info: ModelInfo) -> WorkerProps:
     return WorkerProps(**{name: getattr(info, name) for name in WorkerProps.__struct_fields__})
 
 
+class DefaultSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request that names nothing gets, where llama-server's clients look for it."""
+
+    n_ctx: int
+    params: SamplingDefaults
+
+
 class Props(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of `/props`: the settings in force, secrets left out, and the model."""
 
@@ -65,7 +72,7 @@ class Props(msgspec.Struct, frozen=True, kw_only=True):
     total_slots: int
     chat_template: str
     build_info: str
-    default_generation_settings: SamplingDefaults
+    default_generation_settings: DefaultSettings
     settings: dict[str, Any]
     worker: WorkerProps | None
 

@@ -60,6 +60,7 @@ def _refused(**fields: Any) -> RequestError:
         ("stop_token_ids", [-1]),
         ("logit_bias", {"100": 1}),
         ("logit_bias", [[1, True]]),
+        ("logit_bias", {"x" * 257: 1}),
         ("logit_bias", {"1": 101}),
         ("stream_options", {"include_usage": True}),
         ("best_of", 2),
