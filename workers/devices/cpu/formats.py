@@ -30,6 +30,12 @@ RECORD_SUM: Final = 36  # float32: scale * sum of the 32 values
 RECORD_OFFSET: Final = 40  # int32: -8 * sum of the 32 values, for weights stored with an offset of 8
 RECORD_HIGH_SUM: Final = 44  # float32: scale * sum of the last 16 values
 
+TILE_ROWS: Final = 16  # that one product on tile registers takes
+# A block widened for them: eight vectors as above, then the scales and minima of 16 outputs as float32.
+WIDE_BYTES: Final = 640
+BLOCKS_A_TURN: Final = 4  # whose sums are stored before the first is scaled: that hides latency
+SUMS_BYTES: Final = BLOCKS_A_TURN * TILE_ROWS * 64
+
 
 class WeightKind(IntEnum):
     """Runtime formats; many GGML types map to few of them (`packing.py`)."""
@@ -110,3 +116,8 @@ def record_stride(num_rows: int) -> int:
     if lines > _SETS:
         lines += (13 - lines) % _SETS
     return 64 * lines
+
+
+def tile_bytes(num_blocks: int) -> int:
+    """Memory that a thread needs for products over `num_blocks` blocks: two widened tiles, and sums."""
+    return SUMS_BYTES + 2 * num_blocks * WIDE_BYTES

@@ -32,19 +32,15 @@ from workers.devices.cpu.formats import (
     RECORD_OFFSET,
     RECORD_SCALE,
     RECORD_SUM,
+    SUMS_BYTES,
     TILE_OUTPUTS,
+    TILE_ROWS,
+    WIDE_BYTES,
     QuantisedBlock,
     WeightKind,
     block_bytes,
 )
-from workers.devices.cpu.tiles import (
-    SUMS_BYTES,
-    TILE_KINDS,
-    TILE_ROWS,
-    WIDE_BYTES,
-    tile_kernel,
-    widen_kernel,
-)
+from workers.devices.cpu.tiles import TILE_KINDS, tile_kernel, widen_kernel
 
 _KERNEL_ARGUMENTS: Final = 9
 _FLOAT_INPUTS_A_TURN: Final = 8

@@ -24,12 +24,12 @@ from workers.devices.cpu.formats import (
     WeightKind,
     padded_outputs,
     record_stride,
+    tile_bytes,
 )
 from workers.devices.cpu.groups import HEAD_UNIT, RUN_PAGES, group_sizes, page_bytes
 from workers.devices.cpu.packing import Matrix, Packer, Rows
 from workers.devices.cpu.spec import StepSpec
 from workers.devices.cpu.target import Target
-from workers.devices.cpu.tiles import tile_bytes
 from workers.devices.interface import Limits
 from workers.model.program import (
     Attention,

@@ -15,34 +15,25 @@ from llvmlite import ir
 
 from workers.devices.cpu.emit import ADDRESS, I8, LANES, V16F32, V16I32, V64I8, Emitter, Library, Value
 from workers.devices.cpu.formats import (
+    BLOCKS_A_TURN,
     QUANTISED,
     RECORD_BYTES,
     RECORD_SCALE,
     RECORD_SUM,
+    SUMS_BYTES,
     TILE_OUTPUTS,
+    TILE_ROWS,
+    WIDE_BYTES,
     WeightKind,
 )
 
-TILE_ROWS: Final = 16
 TILE_KINDS: Final = (WeightKind.U4, WeightKind.U4_MIN, WeightKind.S8, WeightKind.U8_MIN)
-# A widened block: eight vectors as in `formats.py`, then the scales and minima of 16 outputs as float32.
-WIDE_BYTES: Final = 640
 _WIDE_SCALE: Final = 512
 _WIDE_MIN: Final = 576
-
-_TURN: Final = (
-    4  # blocks whose sums are stored before the first is scaled, which hides the instructions' latency
-)
-_SUM_BYTES: Final = TILE_ROWS * 64  # of one block
-SUMS_BYTES: Final = _TURN * _SUM_BYTES
+_SUM_BYTES: Final = SUMS_BYTES // BLOCKS_A_TURN
 
 _ROWS, _WEIGHTS, _SUMS = 0, 1, 2  # tile registers
 _VOID: Final = ir.VoidType()
-
-
-def tile_bytes(num_blocks: int) -> int:
-    """Memory that a thread needs for products over `num_blocks` blocks: two widened tiles, and sums."""
-    return SUMS_BYTES + 2 * num_blocks * WIDE_BYTES
 
 
 def configure_kernel(library: Library) -> Callable[[], None]:
@@ -126,10 +117,10 @@ def tile_kernel(library: Library, kind: WeightKind) -> Callable[..., None]:
     ) -> None:  # fmt: skip
         b = e.builder
         totals = [e.variable(e.floats(0.0)) for _ in range(TILE_ROWS)]
-        with e.loop(b.udiv(e.address(num_blocks, _TURN - 1), e.whole(_TURN))) as turn:
-            first = e.times(turn, _TURN)
+        with e.loop(b.udiv(e.address(num_blocks, BLOCKS_A_TURN - 1), e.whole(BLOCKS_A_TURN))) as turn:
+            first = e.times(turn, BLOCKS_A_TURN)
             left = b.sub(num_blocks, first)
-            count = b.select(b.icmp_signed("<", left, e.whole(_TURN)), left, e.whole(_TURN))
+            count = b.select(b.icmp_signed("<", left, e.whole(BLOCKS_A_TURN)), left, e.whole(BLOCKS_A_TURN))
             with e.loop(count) as index:
                 block = e.address(first, index)
                 _multiply(

@@ -12,17 +12,23 @@ from tests.workers.devices.cpu.rig import Kernels, can_run
 from tests.workers.devices.cpu.test_blocks import random_rows
 from workers.devices.cpu.blocks import runtime_kind
 from workers.devices.cpu.emit import ADDRESS, Emitter, Library, Value
-from workers.devices.cpu.formats import FLOAT_BYTES, RECORD_BYTES, WeightKind, block_bytes, record_stride
+from workers.devices.cpu.formats import (
+    FLOAT_BYTES,
+    RECORD_BYTES,
+    SUMS_BYTES,
+    TILE_ROWS,
+    WeightKind,
+    block_bytes,
+    record_stride,
+    tile_bytes,
+)
 from workers.devices.cpu.matmul import float_kernel, quantised_kernel
 from workers.devices.cpu.packing import Matrix, Packer, Rows
 from workers.devices.cpu.target import Isa, restricted_target
 from workers.devices.cpu.tiles import (
-    SUMS_BYTES,
     TILE_KINDS,
-    TILE_ROWS,
     configure_kernel,
     release_kernel,
-    tile_bytes,
     tile_kernel,
     widen_kernel,
 )
