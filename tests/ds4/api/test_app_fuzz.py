@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ds4.protocol.anthropic_messages import MessagesRequest
+from ds4.protocol.llama_completion import InfillRequest, NativeRequest
 from ds4.protocol.openai_chat import ChatMessage, ChatRequest, ContentPart
 from ds4.protocol.openai_completions import CompletionRequest
 from ds4.protocol.openai_responses import ResponsesRequest
@@ -24,6 +25,8 @@ _ROUTES: Final = (
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/responses",
+    "/completion",
+    "/infill",
     "/tokenize",
     "/detokenize",
     "/apply-template",
@@ -31,6 +34,7 @@ _ROUTES: Final = (
 
 
 _LAST: Final[dict[str, bytes | tuple[bytes, ...]]] = {  # how a stream ends that ended well
+    "/completion": b'data: {"index"',
     "/v1/messages": b"event: message_stop",
     "/v1/responses": (b"event: response.completed", b"event: response.incomplete"),
 }
@@ -46,6 +50,8 @@ _KNOWN: Final = sorted(
         *_names(CompletionRequest),
         *_names(MessagesRequest),
         *_names(ResponsesRequest),
+        *_names(NativeRequest),
+        *_names(InfillRequest),
         "content",
         "tokens",
         "with_pieces",
@@ -120,6 +126,8 @@ _good: Final = st.fixed_dictionaries(
         "prompt": st.text(max_size=20) | st.lists(st.integers(0, 200), max_size=5),
         "input": st.text(max_size=20) | _good_messages,
         "content": st.text(max_size=20),
+        "input_prefix": st.text(max_size=20),
+        "input_suffix": st.text(max_size=20),
         "tokens": st.lists(st.integers(0, 200), max_size=5),
     },
     optional={"max_tokens": st.integers(1, 4), "n": st.integers(1, 3), "stream": st.booleans()},
