@@ -20,15 +20,18 @@ from ds4.pulse import PulseWatch, Stage
 FIRST_DELAY_S: Final = 0.1
 LONGEST_DELAY_S: Final = 10.0
 LONGEST_ONCE_READY_S: Final = 2.0  # the server has worked, and clients wait
+START_STALLED_S: Final = 60.0  # a disk may keep a load waiting, but hardly for so long without a single page
 HEALTHY_AFTER_S: Final = 10.0  # a child that lived this long starts again with the first delay
 
+_LOOKS: Final = 8  # within `start_stalled_s`
 _PR_SET_PDEATHSIG: Final = 1
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How to start one child. `socket_fd` stays open across the start; the child must name it.
 
-    `hang_after_s`: silence after which it is killed; 0: never.
+    `hang_after_s`: silence after which it is killed; 0: never. `start_stalled_s`: the same before its first sign
+    of life, when what counts is whether it does anything at all: loading a model may take long.
     """
 
     name: str
@@ -36,6 +39,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     socket_fd: int | None = None
     is_worker: bool = False
     hang_after_s: float = 0.0
+    start_stalled_s: float = START_STALLED_S
 
 
 class Child:
@@ -48,6 +52,8 @@ class Child:
         self.started_at = 0.0
         self.restart_at = 0.0
         self._pulse: PulseWatch | None = None
+        self._activity: tuple[int, ...] = ()
+        self._active_s = self._look_again_s = 0.0
 
     @property
     def running(self) -> bool:
@@ -56,7 +62,7 @@ class Child:
 
     @property
     def stage(self) -> Stage:
-        """How far it has come, as of the latest `silent_s`."""
+        """How far it has come, as of the latest `listen`."""
         return Stage.STARTING if self._pulse is None else self._pulse.stage
 
     def start(self, environment: dict[str, str], *options: str) -> None:
@@ -77,7 +83,7 @@ class Child:
         fds = [self._pulse.fd]
         if self.spec.socket_fd is not None:
             fds.append(self.spec.socket_fd)
-        self.started_at = time.monotonic()
+        self.started_at = self._active_s = time.monotonic()
         self.process = subprocess.Popen(
             [*self.spec.command, "--pulse-fd", str(self._pulse.fd), *options],
             env=environment,
@@ -95,12 +101,26 @@ class Child:
             self._close_pulse()
         return code
 
-    def silent_s(self, now_s: float) -> float:
-        """For how long it has not come round; 0 while it starts, or does not run."""
+    def listen(self, now_s: float) -> float:
+        """Bring `stage` up to date; for how long it was silent since its latest sign of life."""
         return 0.0 if self._pulse is None else self._pulse.silent_s(now_s)
+
+    def hung_s(self, now_s: float) -> float:
+        """For how long it has been silent, where that is too long for what it does; else 0."""
+        silent_s = self.listen(now_s)
+        if self._pulse is None or self.process is None or self._pulse.is_heard:
+            return silent_s if 0 < self.spec.hang_after_s < silent_s else 0.0
+        limit_s = self.spec.start_stalled_s
+        if limit_s == 0 or now_s < self._look_again_s:
+            return 0.0
+        self._look_again_s = now_s + limit_s / _LOOKS
+        if (activity := _activity(self.process.pid)) != self._activity:
+            self._activity, self._active_s = activity, now_s
+        return now_s - self._active_s if now_s - self._active_s > limit_s else 0.0
 
     def forgive(self) -> None:
         """Its silence so far does not count."""
+        self._active_s = time.monotonic()
         if self._pulse is not None:
             self._pulse.forgive()
 
@@ -121,6 +141,25 @@ class Child:
         if self._pulse is not None:
             self._pulse.close()
             self._pulse = None
+
+
+def _activity(session: int) -> tuple[int, ...]:
+    """What the kernel counts of a child and all it started: stands still only where none of them does anything.
+
+    Page faults and processor time, by proc_pid_stat(5): a load waits for pages, a compiler is another process.
+    """
+    totals = [0, 0, 0, 0, 0]
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = Path(entry.path, "stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it has just ended
+            continue
+        if int(fields[3]) == session:
+            counted = (1, *(int(fields[at]) for at in (7, 9, 11, 12)))
+            totals = [total + count for total, count in zip(totals, counted, strict=True)]
+    return tuple(totals)
 
 
 def module_command(module: str) -> tuple[str, ...]:

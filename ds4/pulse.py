@@ -4,7 +4,7 @@ Owns: the two words of one anonymous memory file per child: how often it beat, a
 Runs in: the supervisor (makes and reads it), front ends and worker (write it). Source: memfd_create(2).
 
 Nothing is left behind by a process that dies, and nobody has to look a process up by its number. Only
-changes count: a child that was never heard of yet is starting and may take as long as it likes.
+changes count: a child that was never heard of yet is starting, and `ds4.children` looks whether it does anything.
 """
 
 import os
@@ -50,6 +50,11 @@ class PulseWatch:
         self.stage = Stage.STARTING
         self._beats = 0
         self._changed_s = 0.0
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether there was a beat, as of the latest `silent_s`."""
+        return self._beats > 0
 
     def silent_s(self, now_s: float) -> float:
         """For how long nothing was heard, since the last change; 0 before the first beat."""

@@ -155,7 +155,7 @@ class Succession:
         )
 
     def _look_at(self, successor: Child, now_s: float) -> None:
-        successor.silent_s(now_s)  # brings its stage up to date
+        successor.listen(now_s)
         code = successor.ended()
         if code is not None:
             self._fail(f"the new {successor.spec.name} ended with {code}, the old one stays")

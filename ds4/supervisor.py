@@ -149,8 +149,7 @@ class Supervisor:
         for child in self._everybody():
             if was_away:
                 child.forgive()
-            silent_s = child.silent_s(now)
-            if 0 < child.spec.hang_after_s < silent_s:
+            if silent_s := child.hung_s(now):
                 _LOG.error(
                     "child does not answer, killed",
                     extra={"child": child.spec.name, "silent_s": round(silent_s, 1)},

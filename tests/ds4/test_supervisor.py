@@ -47,7 +47,8 @@ children.FIRST_DELAY_S = 0.01
 children.LONGEST_DELAY_S = 0.05
 supervisor.KILL_GRACE_S = 0.2
 setup_logging(Settings(), "supervisor")
-specs = [children.ChildSpec(name=name, command=tuple(command), is_worker=name == "worker", hang_after_s={hang})
+specs = [children.ChildSpec(name=name, command=tuple(command), is_worker=name == "worker",
+                            hang_after_s={hang}, start_stalled_s={stalled})
          for name, command in json.loads(sys.argv[1])]
 ready = {ready}
 sys.exit(supervisor.Supervisor(
@@ -78,6 +79,7 @@ class Harness:
         ready: bool = True,
         drain: float = 30,
         hang: float = 0,
+        stalled: float = 0,
         terminal: int | None = None,
     ) -> None:
         """Start it over children given by name and what they do; `terminal` becomes its own."""
@@ -85,7 +87,7 @@ class Harness:
         for name, body in children.items():
             source = _PROLOGUE.format(log=str(self.log), name=name) + body.replace("{name}", name)
             specs.append((name, [sys.executable, "-c", source]))
-        source = textwrap.dedent(_HARNESS).format(ready=ready, drain=drain, hang=hang)
+        source = textwrap.dedent(_HARNESS).format(ready=ready, drain=drain, hang=hang, stalled=stalled)
         self.process = subprocess.Popen(
             [sys.executable, "-c", source, json.dumps(specs)],
             cwd=ROOT,
@@ -300,6 +302,32 @@ def test_a_child_that_falls_silent_is_killed_and_started_again(harness: Harness)
     harness.start({"worker": _OBEDIENT, "front-0": _SILENT}, hang=0.3)
     harness.wait_for_count("front-0 armed", 2)
     assert len(harness.pids("worker")) == 1, "who never beat is starting, not hung"
+    harness.send(signal.SIGTERM)
+    code, errors = harness.finish()
+    assert code == 0, errors
+    assert "does not answer" in errors
+
+
+# Starts for longer than it may do nothing: at work itself, and then waiting for a process that is.
+_SLOW = """
+end = time.monotonic() + 1.5
+while time.monotonic() < end: pass
+import subprocess
+subprocess.run([sys.executable, "-c", "import time; end = time.monotonic() + 1.5\\nwhile time.monotonic() < end: pass"])
+note("{name} armed")
+os.pwrite(int(sys.argv[sys.argv.index("--pulse-fd") + 1]), bytes((1, *15 * (0,))), 0)
+signal.pause()
+"""
+
+
+def test_a_child_that_stops_before_its_first_sign_of_life_is_killed_and_a_slow_one_is_not(
+    harness: Harness,
+) -> None:
+    harness.start({"worker": _SLOW, "front-0": "signal.pause()"}, stalled=1.0)
+    harness.wait_for(lambda _: len(harness.pids("front-0")) >= 2)
+    harness.wait_for_count("worker armed", 1)
+    time.sleep(1.5)
+    assert len(harness.pids("worker")) == 1, "who was heard of once is judged by its beats"
     harness.send(signal.SIGTERM)
     code, errors = harness.finish()
     assert code == 0, errors
