@@ -34,6 +34,9 @@ class CpuDevice:
     """Runs llama-family programs on 8-bit activations. One owner, the worker's thread; `submit` mutates it."""
 
     name = "cpu"
+    # Its threads are the machine's: a step ahead, led by a thread of its own, only adds wake-ups. Measured
+    # over HTTP on two cores, busy ones: 22 tokens/s against 27 with one stream, 129 against 130 with eight.
+    # And depth 0 lets grammars take forced tokens without a step.
     pipeline_depth = 0
     kv_value_bytes = 2
 
