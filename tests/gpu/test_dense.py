@@ -3,4 +3,8 @@
 from tests.gpu.again import take
 from tests.workers.devices.cuda import test_dense
 
-take(test_dense, globals())
+take(
+    test_dense,
+    globals(),
+    without=("test_copies_that_are_kept_give_the_same_bits_and_are_made_once",),
+)

@@ -12,7 +12,7 @@
 //
 // Source: the running softmax is Milakov and Gimelshein (arXiv 1805.02867), tiles in registers are Dao (arXiv
 // 2307.08691). Reference: tests/workers/kernels/reference.py, `attention`.
-#include "prelude.cuh"
+#include "matmul.cuh"
 
 #define PAGE_TOKENS 16
 #define TILE_TOKENS 32
@@ -216,8 +216,9 @@ extern "C" __global__ void __launch_bounds__(32) attend_row(float* partials, int
 }
 
 // Joins the splits of decode rows. Grid: (heads, rows), HEAD_SIZE threads rounded up to warps.
-// out: float [rows][heads * HEAD_SIZE].
-extern "C" __global__ void __launch_bounds__(128) combine(float* out, const float* partials, int max_splits, const int* positions) {
+// out: float [rows][heads * HEAD_SIZE], or null. values, records: the same as a product takes it (matmul.cuh), or null;
+// only for rows of whole units and heads of whole blocks of 32. Float16 needs no scale: it is what values are stored as.
+extern "C" __global__ void __launch_bounds__(128) combine(float* out, const float* partials, int max_splits, const int* positions, u8* values, void* records, int halves) {
   const int head = blockIdx.x, row = blockIdx.y, d = threadIdx.x, last = positions[row];
   if (d >= HEAD_SIZE) return;
   const size_t cell = (size_t)row * gridDim.x + head;
@@ -229,7 +230,17 @@ extern "C" __global__ void __launch_bounds__(128) combine(float* out, const floa
     total = join(total, weight_total, from[d], weight_split);
     sum = join(sum, weight_total, from[HEAD_SIZE], weight_split);
   }
-  out[cell * HEAD_SIZE + d] = __fdiv_rn(total, sum);
+  const float v = __fdiv_rn(total, sum);
+  if (out) out[cell * HEAD_SIZE + d] = v;
+  if (!values) return;
+  const size_t size = (size_t)gridDim.x * HEAD_SIZE;
+  const int i = head * HEAD_SIZE + d;
+  if (halves) {
+    ((__half*)values)[row * size + place_of_half(i)] = __float2half_rn(v);
+    if (i == 0) ((float*)records)[row] = 1.0f;
+  } else {
+    quantise_block(v, i >> 5, i & 31, values + row * size, (Record*)records + row * (size / 32));
+  }
 }
 
 // Prompt chunks: tiles [count] of (first row, number of rows), contiguous rows of one sequence, at most

@@ -17,18 +17,24 @@ EPILOGUE_STORE: Final = 0  # out = product (+ bias)
 EPILOGUE_ADD: Final = 1  # out += product
 EPILOGUE_GATE_UP: Final = 2  # out = silu(gate) * up
 
-MatmulVariant = Literal["vector_1", "vector_2", "vector_4", "matrix_8", "matrix_16", "matrix_32", "matrix_64"]
-# (rows, tiles of 16 outputs) that one block computes
-_BLOCKS: Final[dict[MatmulVariant, tuple[int, int]]] = {
-    "vector_1": (1, 1),
-    "vector_2": (2, 1),
-    "vector_4": (4, 1),
-    "matrix_8": (8, 1),
-    "matrix_16": (16, 2),
-    "matrix_32": (32, 2),
-    "matrix_64": (64, 4),
+VectorVariant = Literal["vector_1", "vector_2"]
+MatrixVariant = Literal["matrix_8", "matrix_16", "matrix_32", "matrix_64"]
+MatmulVariant = VectorVariant | MatrixVariant
+_VECTOR_ROWS: Final[dict[VectorVariant, int]] = {"vector_1": 1, "vector_2": 2}
+_GATE_UP: Final[dict[VectorVariant, str]] = {"vector_1": "vector_gate_up_1", "vector_2": "vector_gate_up_2"}
+_MATRIX_ROWS: Final[dict[MatrixVariant, int]] = {
+    "matrix_8": 8,
+    "matrix_16": 16,
+    "matrix_32": 32,
+    "matrix_64": 64,
 }
-VECTOR_ROWS: Final = 4  # up to here the vector kernels are the default
+_MATRIX_TILES: Final = 8  # of a block
+_MATRIX_BLOCKS: Final = 192  # wanted of a product, to fill a large GPU: narrow matrices are split by inputs
+_MAX_SPLITS: Final = 8
+_MIN_SPLIT_UNITS: Final = 8  # of 64 inputs
+VECTOR_ROWS: Final = (
+    2  # up to here the vector kernels are the default: at more the matrix kernels take fewer instructions
+)
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,35 +63,79 @@ def dequantise(ggml_type: int, num_outputs: int) -> Shape:
 
 
 def quantise(num_rows: int) -> Shape:
-    """Arguments: x, size, values, records."""
+    """Arguments: x, size, values, records (of halves: row scales), halves."""
     return Shape(kernel=Kernel(source="quantise.cu", entry="quantise"), grid=(num_rows, 1, 1), block=256)
 
 
-def norm(num_rows: int) -> Shape:
-    """Arguments: hidden, rows (or None), weight, size, eps, out (or None), values (or None), records."""
-    return Shape(kernel=Kernel(source="quantise.cu", entry="rms_norm"), grid=(num_rows, 1, 1), block=256)
+def norm(num_rows: int, size: int) -> Shape:
+    """Arguments: hidden, rows (or None), weight, size, eps, out (or None), values (or None), records, halves."""
+    block = min(1024, 32 * _ceil(size, 128))
+    return Shape(kernel=Kernel(source="quantise.cu", entry="rms_norm"), grid=(num_rows, 1, 1), block=block)
 
 
-def default_variant(num_rows: int, *, batch_invariant: bool) -> MatmulVariant:
-    """The kernel for this many rows. All `matrix_*` give the same bits; a `vector_*` gives others."""
-    if num_rows <= VECTOR_ROWS and not batch_invariant:
-        return "vector_1" if num_rows == 1 else "vector_2" if num_rows == 2 else "vector_4"
+def takes_halves(num_rows: int, *, batch_invariant: bool) -> bool:
+    """Whether the default kernel for this many rows takes activations as float16, rather than int8."""
+    return num_rows > VECTOR_ROWS or batch_invariant
+
+
+# How `quantise`, `norm` and `combine` write activations.
+INT8: Final = 0
+HALVES: Final = 1  # float16 with a scale a row
+HALVES_UNSCALED: Final = 2  # float16 with scale 1, of rows that are known to fit
+
+
+def vector_variant(num_rows: int) -> VectorVariant:
+    """The kernel for this many rows. All give the same bits."""
+    return "vector_1" if num_rows == 1 else "vector_2"
+
+
+def matrix_variant(num_rows: int) -> MatrixVariant:
+    """The kernel for this many rows. All give the same bits."""
     if num_rows <= 8:
         return "matrix_8"
-    if num_rows <= 16:
-        return "matrix_16"
-    return "matrix_32" if num_rows <= 128 else "matrix_64"
+    return "matrix_16" if num_rows <= 16 else "matrix_32" if num_rows <= 32 else "matrix_64"
 
 
-def quantised_matmul(ggml_type: int, variant: MatmulVariant, num_rows: int, num_tiles: int) -> Shape:
+def vector_matmul(ggml_type: int, variant: VectorVariant, num_rows: int, num_tiles: int) -> Shape:
     """Arguments: out, out_stride, out_offset, weight, codebook, bias, num_outputs, num_tiles, num_units,
     values, records, num_rows, epilogue. `num_outputs` counts what is written: for gate and up, pairs.
     """
-    rows, tiles = _BLOCKS[variant]
-    source = "quantised_vector.cu" if variant.startswith("vector") else "quantised_matrix.cu"
     return Shape(
-        kernel=Kernel(source=source, entry=variant, defines=(("FORMAT", ggml_type),)),
-        grid=(_ceil(num_tiles, tiles), _ceil(num_rows, rows), 1),
+        kernel=Kernel(source="quantised_vector.cu", entry=variant, defines=(("FORMAT", ggml_type),)),
+        grid=(num_tiles, _ceil(num_rows, _VECTOR_ROWS[variant]), 1),
+        block=256,
+    )
+
+
+def vector_gate_up(ggml_type: int, variant: VectorVariant, num_rows: int, ffn_size: int) -> Shape:
+    """Arguments: act_values, act_records, weight, codebook, num_outputs (pairs), num_tiles, num_units, values, records,
+    num_rows.
+    """
+    kernel = Kernel(source="quantised_vector.cu", entry=_GATE_UP[variant], defines=(("FORMAT", ggml_type),))
+    grid = (_ceil(ffn_size, 64) * 2, _ceil(num_rows, _VECTOR_ROWS[variant]), 1)
+    return Shape(kernel=kernel, grid=grid, block=128)
+
+
+def matrix_splits(num_tiles: int, num_units: int) -> int:
+    """Into how many parts the inputs of a matrix are cut for the matrix kernels: part of the order of its sums."""
+    wanted = _MATRIX_BLOCKS // _ceil(num_tiles, _MATRIX_TILES)
+    return max(1, min(wanted, _MAX_SPLITS, num_units // (2 * _MIN_SPLIT_UNITS)))
+
+
+def num_tickets(num_tiles: int, num_rows: int) -> int:
+    """How many blocks of the matrix kernels join their splits, at most."""
+    return _ceil(num_tiles, _MATRIX_TILES) * _ceil(num_rows, _MATRIX_ROWS["matrix_8"])
+
+
+def matrix_matmul(
+    ggml_type: int, variant: MatrixVariant, num_rows: int, num_tiles: int, num_splits: int
+) -> Shape:
+    """Arguments: out, out_stride, out_offset, weight, codebook, bias, num_outputs, num_tiles, num_units,
+    values, row_scales, num_rows, epilogue, scratch, tickets. The last two may be None for one split.
+    """
+    return Shape(
+        kernel=Kernel(source="quantised_matrix.cu", entry=variant, defines=(("FORMAT", ggml_type),)),
+        grid=(_ceil(num_tiles, _MATRIX_TILES), _ceil(num_rows, _MATRIX_ROWS[variant]), num_splits),
         block=256,
     )
 
@@ -160,9 +210,14 @@ def attend_row(head_size: int, split_tokens: int, num_blocks: int, num_kv_heads:
 
 
 def combine(head_size: int, split_tokens: int, num_heads: int, num_rows: int) -> Shape:
-    """Arguments: out, partials, max_splits, positions."""
+    """Arguments: out (or None), partials, max_splits, positions, values (or None), records, halves."""
     kernel = _attention("combine", head_size, split_tokens)
     return Shape(kernel=kernel, grid=(num_heads, num_rows, 1), block=32 * _ceil(head_size, 32))
+
+
+def combines_as_activations(head_size: int, num_heads: int) -> bool:
+    """Whether `combine` can write what the next product takes: whole blocks a head, whole units a row."""
+    return head_size % 32 == 0 and head_size * num_heads % 64 == 0
 
 
 def attend_chunk(head_size: int, split_tokens: int, num_kv_heads: int, num_chunks: int) -> Shape:
@@ -178,7 +233,7 @@ def adjust(num_samples: int) -> Shape:
     sample_seats, vocab_size, capacity. Needed only where a seat of the step adjusts or masks.
     """
     kernel = Kernel(source="sampling.cu", entry="adjust")
-    return Shape(kernel=kernel, grid=(num_samples, 1, 1), block=512)
+    return Shape(kernel=kernel, grid=(num_samples, 1, 1), block=1024)
 
 
 def sample(num_samples: int) -> Shape:
@@ -186,7 +241,7 @@ def sample(num_samples: int) -> Shape:
     vocab_size.
     """
     kernel = Kernel(source="sampling.cu", entry="sample")
-    return Shape(kernel=kernel, grid=(num_samples, 1, 1), block=512)
+    return Shape(kernel=kernel, grid=(num_samples, 1, 1), block=1024)
 
 
 def to_bfloat16(count: int) -> Shape:

@@ -63,7 +63,7 @@ constexpr int SUPER_BYTES_OF_G = !SUPER_BLOCKS ? 0 : HAS_MIN ? 8 : 4;
 struct Matrix {
   const u8 *values, *high, *scales, *super;
   const u32* codebook;  // IQ2_XXS: 256 entries of 8 bytes
-  int num_units;
+  int num_tiles, num_units;
 };
 
 __device__ __forceinline__ Matrix open_matrix(const void* weight, const void* codebook, int num_tiles, int num_units) {
@@ -74,6 +74,7 @@ __device__ __forceinline__ Matrix open_matrix(const void* weight, const void* co
   m.scales = m.high + cells * HIGH_BYTES;
   m.super = m.scales + cells * (8 * SCALE_BYTES_OF_G);
   m.codebook = (const u32*)codebook;
+  m.num_tiles = num_tiles;
   m.num_units = num_units;
   return m;
 }
@@ -86,28 +87,47 @@ struct Unit {
   u32 super[2];
 };
 
-__device__ __forceinline__ void load_unit(Unit& u, const Matrix& m, int tile, int unit) {
-  const int lane = threadIdx.x & 31, g = lane >> 2;
+// Where a unit's planes lie: in the matrix, or where they were copied to in shared memory.
+struct Planes {
+  const u8 *values, *high, *scales, *super;
+};
+
+__device__ __forceinline__ Planes planes_of(const Matrix& m, int tile, int unit) {
   const size_t cell = (size_t)tile * m.num_units + unit;
-  const u8* values = m.values + cell * VALUE_BYTES;
+  Planes p;
+  p.values = m.values + cell * VALUE_BYTES;
+  p.high = m.high + cell * HIGH_BYTES;
+  p.scales = m.scales + cell * (8 * SCALE_BYTES_OF_G);
+  p.super = m.super + ((size_t)tile * (m.num_units >> 2) + (unit >> 2)) * (8 * SUPER_BYTES_OF_G);
+  return p;
+}
+
+template <bool STREAMING> __device__ __forceinline__ uint4 load_values(const u8* p) {
+  if constexpr (STREAMING) return load_streaming(p);
+  else return *(const uint4*)p;
+}
+
+// STREAMING: from the matrix in global memory, of which values are read once.
+template <bool STREAMING> __device__ __forceinline__ void read_unit(Unit& u, const Planes& p) {
+  const int lane = threadIdx.x & 31, g = lane >> 2;
   if constexpr (CODEBOOK) {
-    u.values = *(const uint4*)(values + 16 * g);
-    u.more_values = *(const uint4*)(values + 16 * (g + 8));
+    u.values = *(const uint4*)(p.values + 16 * g);
+    u.more_values = *(const uint4*)(p.values + 16 * (g + 8));
   } else if constexpr (PAIRS) {
-    const uint2 v = *(const uint2*)(values + 8 * lane);
+    const uint2 v = *(const uint2*)(p.values + 8 * lane);
     u.values.x = v.x;
     u.values.y = v.y;
   } else {
-    u.values = load_streaming(values + 16 * lane);
-    if constexpr (BYTES) u.more_values = load_streaming(values + 512 + 16 * lane);
+    u.values = load_values<STREAMING>(p.values + 16 * lane);
+    if constexpr (BYTES) u.more_values = load_values<STREAMING>(p.values + 512 + 16 * lane);
   }
-  if constexpr (HIGH_BYTES == 128) u.high[0] = *(const u32*)(m.high + cell * 128 + 4 * lane);
+  if constexpr (HIGH_BYTES == 128) u.high[0] = *(const u32*)(p.high + 4 * lane);
   if constexpr (HIGH_BYTES == 256) {
-    const uint2 v = *(const uint2*)(m.high + cell * 256 + 8 * lane);
+    const uint2 v = *(const uint2*)(p.high + 8 * lane);
     u.high[0] = v.x;
     u.high[1] = v.y;
   }
-  const u8* scales = m.scales + (cell * 8 + g) * SCALE_BYTES_OF_G;
+  const u8* scales = p.scales + g * SCALE_BYTES_OF_G;
   if constexpr (SCALE_BYTES_OF_G == 16) {
     const uint4 v = *(const uint4*)scales;
     u.scales[0] = v.x, u.scales[1] = v.y, u.scales[2] = v.z, u.scales[3] = v.w;
@@ -118,7 +138,7 @@ __device__ __forceinline__ void load_unit(Unit& u, const Matrix& m, int tile, in
     u.scales[0] = *(const u32*)scales;
   }
   if constexpr (SUPER_BLOCKS) {
-    const u8* super = m.super + (((size_t)tile * (m.num_units >> 2) + (unit >> 2)) * 8 + g) * SUPER_BYTES_OF_G;
+    const u8* super = p.super + g * SUPER_BYTES_OF_G;
     if constexpr (HAS_MIN) {
       const uint2 v = *(const uint2*)super;
       u.super[0] = v.x, u.super[1] = v.y;
@@ -126,6 +146,10 @@ __device__ __forceinline__ void load_unit(Unit& u, const Matrix& m, int tile, in
       u.super[0] = *(const u32*)super;
     }
   }
+}
+
+__device__ __forceinline__ void load_unit(Unit& u, const Matrix& m, int tile, int unit) {
+  read_unit<true>(u, planes_of(m, tile, unit));
 }
 
 // ---- values --------------------------------------------------------------------------------------------

@@ -138,6 +138,15 @@ __device__ __forceinline__ uint4 load_streaming(const void* p) {
 #endif
 }
 
+// What another block wrote: from the cache that all share.
+__device__ __forceinline__ float load_fresh(const float* p) {
+#ifdef CUDA_ON_CPU
+  return *p;
+#else
+  return __ldcg(p);
+#endif
+}
+
 // ---- reductions: a fixed tree, so the same values give the same bits -----------------------------------------
 template <class T> __device__ __forceinline__ T warp_sum(T v) {
 #pragma unroll

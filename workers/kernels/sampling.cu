@@ -12,7 +12,7 @@
 // within that bin by histograms of 11 (10) bits of the key at a time.
 #include "prelude.cuh"
 
-#define THREADS 512
+#define THREADS 1024  // one block reads a row of the vocabulary several times: as many loads in flight as it can have
 #define MAX_TOP 20  // ds4.generation.MAX_TOP_LOGPROBS
 #define BINS 2048
 #define LEVELS 5
@@ -55,7 +55,7 @@ __device__ __forceinline__ int active_needs(const Seat& s, int position) {
 // how often an id was output, the highest bit set where the prompt holds it. adjust_ids, adjust_values:
 // [seats][capacity], biases first, then suppressed ids; no id is biased twice. masks: u32 [seats][vocab / 32 rounded
 // up], bit set: allowed; null where no grammar is in use.
-extern "C" __global__ void __launch_bounds__(512) adjust(float* adjusted, const float* logits, const void* seats, const int* counts, const int* adjust_ids, const float* adjust_values, const u32* masks, const int* positions, const int* sample_rows, const int* sample_seats, int vocab_size, int capacity) {
+extern "C" __global__ void __launch_bounds__(1024) adjust(float* adjusted, const float* logits, const void* seats, const int* counts, const int* adjust_ids, const float* adjust_values, const u32* masks, const int* positions, const int* sample_rows, const int* sample_seats, int vocab_size, int capacity) {
   const int row = blockIdx.x, seat = sample_seats[row], position = positions[sample_rows[row]] + 1;
   const Seat& s = ((const Seat*)seats)[seat];
   const int needs = active_needs(s, position);
@@ -234,7 +234,7 @@ __device__ __forceinline__ u64 weight(float v, float best, float temperature) {
 // Grid: (samples). Shared memory: static, 25 KiB. Arguments as `adjust` has them; results: Result [samples];
 // last_tokens: int [seats]. A row whose seat needs nothing is the arg-max of its logits, lowest id first.
 // Assumes: vocab_size <= 2^18 (sums then fit), each seat at most once. Rows of `adjusted` hold what `adjust` made.
-extern "C" __global__ void __launch_bounds__(512, 1) sample(void* results, int* last_tokens, int* counts, const float* logits, const float* adjusted, const void* seats, const int* positions, const int* sample_rows, const int* sample_seats, int vocab_size) {
+extern "C" __global__ void __launch_bounds__(1024, 1) sample(void* results, int* last_tokens, int* counts, const float* logits, const float* adjusted, const void* seats, const int* positions, const int* sample_rows, const int* sample_seats, int vocab_size) {
   __shared__ Scratch scratch;
   const int row = blockIdx.x, seat = sample_seats[row], position = positions[sample_rows[row]] + 1;
   const Seat& s = ((const Seat*)seats)[seat];

@@ -43,6 +43,34 @@ def quantised_matmul(x: Floats, weight: Floats) -> Floats:
     return product
 
 
+def halve(x: Floats) -> tuple[NDArray[np.float16], Floats]:
+    """Rows of x [n, size] to float16 [n, size] and a power of two each, [n]."""
+    largest = np.abs(x).max(axis=1)
+    scales = np.exp2(np.floor(np.log2(np.where(largest == 0, np.float32(2.0**-119), largest)))).astype(
+        np.float32
+    )
+    return (x / scales[:, None]).astype(np.float16), scales
+
+
+def pack_halves(values: NDArray[np.float16]) -> NDArray[np.float16]:
+    """The same in fragment order, padded to units of 64 inputs."""
+    rows, size = values.shape
+    units = -(-size // 64)
+    padded = np.zeros((rows, units * 64), np.float16)
+    padded[:, :size] = values
+    ordered = padded.reshape(rows, units, 2, 2, 4, 4).transpose(0, 1, 2, 4, 3, 5)
+    return np.ascontiguousarray(ordered).reshape(rows, -1)
+
+
+def halved_matmul(x: Floats, weight: Floats) -> Floats:
+    """Rounded activations times the exact weights [outputs, inputs], in float64."""
+    values, scales = halve(x)
+    product: Floats = (values.astype(np.float64) * scales[:, None] @ weight.T.astype(np.float64)).astype(
+        np.float32
+    )
+    return product
+
+
 def norm(hidden: Floats, weight: Floats, eps: float) -> Floats:
     """RMS norm of rows."""
     wide = hidden.astype(np.float64)

@@ -72,8 +72,21 @@ class Scene:
         shape = catalogue.attend_row(self.size, split, num_blocks, self.kv_heads, len(rows))
         self.rig.run(shape, [partials, splits, *inputs])
         shape = catalogue.combine(self.size, split, self.heads, len(rows))
-        self.rig.run(shape, [out, partials, splits, inputs[3]])
+        self.rig.run(shape, [out, partials, splits, inputs[3], None, None, 0])
+        self._partials: list[Argument] = [partials, splits, inputs[3]]
         return self.rig.get(out)
+
+    def combined(self, num_rows: int, halves: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """The rows of the last `decode` as the next product takes them: values and records."""
+        width = self.heads * self.size
+        values = self.rig.empty((num_rows, width), np.float16 if halves else np.int8)
+        records = (
+            self.rig.empty(num_rows) if halves else self.rig.empty((num_rows, width // 32), reference.RECORD)
+        )
+        shape = catalogue.combine(self.size, SPLIT, self.heads, num_rows)
+        self.rig.run(shape, [None, *self._partials, values, records, halves])
+        kinds = (np.float16, np.float32) if halves else (np.int8, reference.RECORD)
+        return self.rig.get(values, kinds[0]), self.rig.get(records, kinds[1])
 
     def chunks(self, rows: list[tuple[int, int]], most: int | None = None) -> NDArray[Any]:
         """Runs of rows of one sequence together, at most `most` of them."""
@@ -113,6 +126,20 @@ def test_decode_rows_and_chunks_are_right_and_agree_bit_for_bit(heads: int, kv_h
     chunked = scene.chunks(whole)
     picked = [whole.index(row) for row in rows]
     assert np.array_equal(chunked[picked], decoded)
+
+
+@pytest.mark.parametrize(("heads", "size"), [(4, 32), (2, 128)])
+def test_splits_are_joined_as_the_next_product_takes_them(heads: int, size: int) -> None:
+    scene = Scene([100, 40], heads, 2, size)
+    rows = [(0, 99), (1, 3), (1, 39)]
+    floats = scene.decode(rows).reshape(len(rows), -1)
+    values, records = scene.combined(len(rows), catalogue.INT8)
+    wanted_values, wanted_records = reference.pack_activations(*reference.quantise(floats))
+    assert np.array_equal(values, wanted_values)
+    assert np.array_equal(records, wanted_records)
+    values, scales = scene.combined(len(rows), catalogue.HALVES)
+    assert np.array_equal(values, reference.pack_halves(floats.astype(np.float16)))
+    assert scales.tolist() == [1.0] * len(rows)
 
 
 def test_a_prompt_may_be_cut_anywhere() -> None:

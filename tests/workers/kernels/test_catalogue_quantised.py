@@ -2,6 +2,7 @@
 
 from typing import Any, Final, get_args
 
+import gguf
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from tests.workers.kernels.raw_weights import raw_weights
 from tests.workers.kernels.rig import Rig, emulator, needs_compiler
 from workers.devices.cuda.backend import Argument, DeviceArray
 from workers.kernels import catalogue
-from workers.kernels.catalogue import MatmulVariant
+from workers.kernels.catalogue import MatmulVariant, MatrixVariant, VectorVariant
 from workers.quant.dequantise import dequantise
 from workers.quant.repack import (
     PACKABLE_TYPES,
@@ -27,11 +28,22 @@ pytestmark = needs_compiler
 
 Array = NDArray[Any]
 TYPES: Final = sorted(QUANTISED_TYPES)
-VARIANTS: Final[tuple[MatmulVariant, ...]] = get_args(MatmulVariant)
-MATRIX_VARIANTS: Final = tuple(v for v in VARIANTS if v.startswith("matrix"))
-VECTOR_VARIANTS: Final = tuple(v for v in VARIANTS if v.startswith("vector"))
-# Both sides round activations alike and add exact integers; only float32 sums of some terms differ.
-TOLERANCE: Final = 1e-6
+MATRIX_VARIANTS: Final[tuple[MatrixVariant, ...]] = get_args(MatrixVariant)
+VECTOR_VARIANTS: Final[tuple[VectorVariant, ...]] = get_args(VectorVariant)
+VARIANTS: Final[tuple[MatmulVariant, ...]] = (*VECTOR_VARIANTS, *MATRIX_VARIANTS)
+
+
+def tolerance(variant: MatmulVariant) -> float:
+    """Vectors: both sides round activations alike and add exact integers; only float32 sums of some terms
+    differ. Matrices: weights, their scales and minimums are rounded to 11 bits too.
+    """
+    return 1e-6 if variant in VECTOR_VARIANTS else 5e-4
+
+
+def wanted_of(variant: MatmulVariant, x: Array, weight: Array) -> Array:
+    """The reference's product for this kernel's kind of activations."""
+    multiply = reference.quantised_matmul if variant in VECTOR_VARIANTS else reference.halved_matmul
+    return multiply(x, weight)
 
 
 def odd_inputs(kind: GgmlType) -> int:
@@ -45,11 +57,12 @@ class Product:
     def __init__(self, kind: GgmlType, packed: PackedMatrix, x: Array, rig: Rig | None = None) -> None:
         self.rig = rig or Rig()
         self._kind, self._packed = kind, packed
-        values, records = reference.pack_activations(*reference.quantise(x))
         self._num_rows = len(x)
         put = self.rig.put
         self._weight, self._codebook = put(packed.data), put(iq2_xxs_codebook())
-        self._values, self._records = put(values), put(records)
+        self.rounded = [put(part) for part in reference.pack_activations(*reference.quantise(x))]
+        values, scales = reference.halve(x)
+        self._halved = [put(reference.pack_halves(values)), put(scales)]
 
     def run(
         self,
@@ -61,12 +74,22 @@ class Product:
         offset: int = 0,
         bias: DeviceArray | None = None,
         epilogue: int = catalogue.EPILOGUE_STORE,
+        splits: int = 1,
     ) -> Array:
         """`out` after the product."""
-        shape = catalogue.quantised_matmul(self._kind, variant, self._num_rows, self._packed.num_tiles)
+        tiles, rows = self._packed.num_tiles, self._num_rows
         arguments: list[Argument] = [out, stride or num_outputs, offset, self._weight, self._codebook, bias]
-        arguments += [num_outputs, self._packed.num_tiles, self._packed.num_units]
-        self.rig.run(shape, [*arguments, self._values, self._records, self._num_rows, epilogue])
+        arguments += [num_outputs, tiles, self._packed.num_units]
+        if variant == "vector_1" or variant == "vector_2":
+            shape = catalogue.vector_matmul(self._kind, variant, rows, tiles)
+            self.rig.run(shape, [*arguments, *self.rounded, rows, epilogue])
+            return self.rig.get(out)
+        shape = catalogue.matrix_matmul(self._kind, variant, rows, tiles, splits)
+        scratch, tickets = None, self.rig.put(np.zeros(catalogue.num_tickets(tiles, rows), np.int32))
+        if splits > 1:
+            scratch = self.rig.empty((splits, rows, 16 * tiles))
+        self.rig.run(shape, [*arguments, *self._halved, rows, epilogue, scratch, tickets])
+        assert not self.rig.get(tickets, np.int32).any()
         return self.rig.get(out)
 
 
@@ -82,10 +105,9 @@ def test_every_kernel_multiplies_every_type_at_odd_sizes(kind: GgmlType) -> None
     x = np.random.default_rng(1).standard_normal((rows, inputs)).astype(np.float32)
     x[3] = 0  # a row whose scales are zero
     product = Product(kind, repack([(raw, (outputs, inputs))], kind), x)
-    wanted = reference.quantised_matmul(x, weight)
     results = {v: product.run(v, product.rig.empty((rows, outputs)), outputs) for v in VARIANTS}
     for variant, got in results.items():
-        assert _error(got, wanted) < TOLERANCE, variant
+        assert _error(got, wanted_of(variant, x, weight)) < tolerance(variant), variant
     # A row's bits depend neither on the batch nor on which of these kernels computes it.
     for family in (MATRIX_VARIANTS, VECTOR_VARIANTS):
         for variant in family[1:]:
@@ -114,8 +136,8 @@ def test_a_product_with_bias_lands_in_its_columns(variant: MatmulVariant) -> Non
     product = Product(kind, repack([(raw, (outputs, inputs))], kind), x)
     out = product.rig.put(np.full((rows, 50), 7, np.float32))
     got = product.run(variant, out, outputs, stride=50, offset=25, bias=product.rig.put(bias))
-    wanted = reference.quantised_matmul(x, dequantise(raw, kind, (outputs, inputs))) + bias
-    assert _error(got[:, 25:45], wanted) < TOLERANCE
+    wanted = wanted_of(variant, x, dequantise(raw, kind, (outputs, inputs))) + bias
+    assert _error(got[:, 25:45], wanted) < tolerance(variant)
     assert (got[:, :25] == 7).all()
     assert (got[:, 45:] == 7).all()
 
@@ -129,8 +151,8 @@ def test_a_product_is_added_to_the_residual(variant: MatmulVariant) -> None:
     residual = rng.standard_normal((rows, outputs)).astype(np.float32)
     product = Product(kind, repack([(raw, (outputs, inputs))], kind), x)
     got = product.run(variant, product.rig.put(residual), outputs, epilogue=catalogue.EPILOGUE_ADD)
-    wanted = reference.quantised_matmul(x, dequantise(raw, kind, (outputs, inputs))) + residual
-    assert _error(got, wanted) < TOLERANCE
+    wanted = wanted_of(variant, x, dequantise(raw, kind, (outputs, inputs))) + residual
+    assert _error(got, wanted) < tolerance(variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -142,8 +164,84 @@ def test_gate_and_up_become_their_activated_product(variant: MatmulVariant) -> N
     assert packed.num_outputs == 48
     product = Product(kind, packed, x)
     got = product.run(variant, product.rig.empty((rows, ffn)), ffn, epilogue=catalogue.EPILOGUE_GATE_UP)
-    parts = [reference.quantised_matmul(x, dequantise(raw, kind, (ffn, inputs))) for raw in (gate, up)]
-    assert _error(got, reference.silu_product(*parts)) < 1e-5  # the exponential's own error
+    parts = [wanted_of(variant, x, dequantise(raw, kind, (ffn, inputs))) for raw in (gate, up)]
+    # The exponential's own error on top.
+    assert _error(got, reference.silu_product(*parts)) < 1e-5 + 2 * tolerance(variant)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("variant", VECTOR_VARIANTS)
+def test_gate_and_up_of_few_rows_come_rounded(kind: GgmlType, variant: VectorVariant) -> None:
+    ffn, inputs, rows = 96, odd_inputs(kind), 3  # a unit that is half padding, a row too many for pairs
+    gate, up = raw_weights(kind, ffn, inputs, 5), raw_weights(kind, ffn, inputs, 6)
+    x = np.random.default_rng(7).standard_normal((rows, inputs)).astype(np.float32)
+    packed = repack_gate_up(gate, up, (ffn, inputs), kind)
+    product = Product(kind, packed, x, Rig(emulator(3)))
+    rig = product.rig
+    floats = product.run(variant, rig.empty((rows, ffn)), ffn, epilogue=catalogue.EPILOGUE_GATE_UP)
+    values, records = rig.empty((rows, 128), np.int8), rig.empty((rows, 4), reference.RECORD)
+    sizes: list[Argument] = [ffn, packed.num_tiles, packed.num_units]
+    weight: list[Argument] = [rig.put(packed.data), rig.put(iq2_xxs_codebook())]
+    shape = catalogue.vector_gate_up(kind, variant, rows, ffn)
+    rig.run(shape, [values, records, *weight, *sizes, *product.rounded, rows])
+    got = rig.get(values, np.int8), rig.get(records, reference.RECORD)
+    wanted_values, wanted_records = reference.pack_activations(*reference.quantise(floats))
+    # Sums of eight warps in one kernel and of four in the other: a value may be rounded the other way.
+    assert np.abs(got[0].astype(int) - wanted_values).max() <= 1
+    assert (got[0] != wanted_values).mean() < 0.01
+    np.testing.assert_allclose(got[1]["scale"], wanted_records["scale"], rtol=1e-4)
+    assert np.abs(got[1]["sums"] - wanted_records["sums"]).max() <= 2
+    assert not got[1]["scale"][:, 3].any()
+
+
+@pytest.mark.parametrize("kind", [GgmlType.Q4_K, GgmlType.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("epilogue", [catalogue.EPILOGUE_STORE, catalogue.EPILOGUE_ADD])
+def test_inputs_that_are_split_give_the_same_product(kind: GgmlType, epilogue: int) -> None:
+    outputs, inputs, rows = 150, 1280, 19  # two blocks of tiles, splits of unequal length
+    raw = raw_weights(kind, outputs, inputs)
+    rng = np.random.default_rng(10)
+    x = rng.standard_normal((rows, inputs)).astype(np.float32)
+    before = rng.standard_normal((rows, outputs)).astype(np.float32)
+    product = Product(kind, repack([(raw, (outputs, inputs))], kind), x, Rig(emulator(3)))
+    wanted = reference.halved_matmul(x, dequantise(raw, kind, (outputs, inputs)))
+    wanted = wanted + before if epilogue == catalogue.EPILOGUE_ADD else wanted
+    results = [
+        product.run(variant, product.rig.put(before), outputs, epilogue=epilogue, splits=3)
+        for variant in MATRIX_VARIANTS
+    ]
+    assert _error(results[0], wanted) < tolerance("matrix_8")
+    assert all(np.array_equal(got, results[0]) for got in results[1:])
+
+
+def test_narrow_matrices_are_split_and_wide_or_short_ones_are_not() -> None:
+    llama = {
+        "qkv": (384, 64),
+        "output": (256, 64),
+        "gate and up": (1792, 64),
+        "down": (256, 224),
+        "head": (8016, 64),
+    }
+    splits = {name: catalogue.matrix_splits(*shape) for name, shape in llama.items()}
+    assert splits == {"qkv": 4, "output": 4, "gate and up": 1, "down": 6, "head": 1}
+    assert catalogue.matrix_splits(4, 2) == 1
+
+
+@pytest.mark.parametrize("magnitude", [1e-5, 1.0, 20.0])
+def test_weights_of_any_usual_magnitude_keep_their_precision(magnitude: float) -> None:
+    """Float16 has fewer bits below 6e-5: the kernel raises weights above that."""
+    kind, outputs, inputs = GgmlType.Q8_0, 32, 256
+    weights = np.random.default_rng(11).standard_normal((outputs, inputs)).astype(np.float32) * np.float32(
+        magnitude
+    )
+    raw = gguf.quants.quantize(weights, gguf.GGMLQuantizationType.Q8_0).reshape(-1)
+    x = 1e6 * np.random.default_rng(12).standard_normal((3, inputs)).astype(
+        np.float32
+    )  # past float16's range
+    product = Product(kind, repack([(raw, (outputs, inputs))], kind), x)
+    got = product.run("matrix_8", product.rig.empty((3, outputs)), outputs)
+    assert _error(got, reference.halved_matmul(x, dequantise(raw, kind, (outputs, inputs)))) < tolerance(
+        "matrix_8"
+    )
 
 
 @pytest.mark.parametrize("order", [1, 7])
@@ -157,18 +255,22 @@ def test_the_order_of_threads_changes_nothing(variant: MatmulVariant, order: int
     assert np.array_equal(first, second)
 
 
-def test_a_broken_activation_breaks_its_own_row_only() -> None:
+@pytest.mark.parametrize("halves", [0, 1])
+def test_a_broken_activation_breaks_its_own_row_only(halves: int) -> None:
     kind, outputs, inputs = GgmlType.Q4_0, 16, 128
     packed = repack([(raw_weights(kind, outputs, inputs), (outputs, inputs))], kind)
     rig = Rig()
     x = np.random.default_rng(9).standard_normal((3, inputs)).astype(np.float32)
     x[1, 70] = np.nan
-    values, records = rig.empty((3, inputs), np.int8), rig.empty((3, inputs // 32), reference.RECORD)
-    rig.run(catalogue.quantise(3), [rig.put(x), inputs, values, records])
+    values, records = rig.empty((3, 2 * inputs), np.int8), rig.empty((3, inputs // 32), reference.RECORD)
+    rig.run(catalogue.quantise(3), [rig.put(x), inputs, values, records, halves])
     out = rig.empty((3, outputs))
     weight = rig.put(packed.data)
-    shape = catalogue.quantised_matmul(kind, "matrix_8", 3, packed.num_tiles)
-    rig.run(shape, [out, outputs, 0, weight, None, None, outputs, 1, 2, values, records, 3, 0])
+    arguments: list[Argument] = [out, outputs, 0, weight, None, None, outputs, 1, 2, values, records, 3, 0]
+    if halves:
+        rig.run(catalogue.matrix_matmul(kind, "matrix_8", 3, packed.num_tiles, 1), [*arguments, None, None])
+    else:
+        rig.run(catalogue.vector_matmul(kind, "vector_2", 3, packed.num_tiles), arguments)
     assert np.isnan(rig.get(out)).all(axis=1).tolist() == [False, True, False]
 
 

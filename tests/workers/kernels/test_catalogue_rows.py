@@ -31,10 +31,48 @@ def test_rows_are_rounded_as_in_the_reference(size: int) -> None:
     x[1] = 0
     values = rig.empty((3, padded_inputs(size)), np.int8)
     records = rig.empty((3, padded_inputs(size) // 32), reference.RECORD)
-    rig.run(catalogue.quantise(3), [rig.put(x), size, values, records])
+    rig.run(catalogue.quantise(3), [rig.put(x), size, values, records, 0])
     wanted_values, wanted_records = reference.pack_activations(*reference.quantise(x))
     assert np.array_equal(rig.get(values, np.int8), wanted_values)
     assert np.array_equal(rig.get(records, reference.RECORD), wanted_records)
+
+
+@pytest.mark.parametrize("size", [32, 96, 576])
+def test_rows_are_halved_as_in_the_reference(size: int) -> None:
+    rig = Rig(emulator(thread_order=3))
+    x = _normal(4, size)
+    x[1] = 0
+    x[2] *= np.float32(1e9)  # past float16's range
+    x[3] *= np.float32(1e-9)
+    values, scales = rig.empty((4, padded_inputs(size)), np.float16), rig.empty(4)
+    rig.run(catalogue.quantise(4), [rig.put(x), size, values, scales, 1])
+    wanted_values, wanted_scales = reference.halve(x)
+    assert np.array_equal(rig.get(values, np.float16), reference.pack_halves(wanted_values))
+    assert np.array_equal(rig.get(scales), wanted_scales)
+
+
+@pytest.mark.parametrize("size", [64, 576])
+def test_the_norm_is_halved(size: int) -> None:
+    rig = Rig(emulator(thread_order=5))
+    hidden, weight = _normal(3, size) * 10, _normal(size, seed=1)
+    values, scales = rig.empty((3, padded_inputs(size)), np.float16), rig.empty(3)
+    rig.run(
+        catalogue.norm(3, size), [rig.put(hidden), None, rig.put(weight), size, 1e-5, None, values, scales, 1]
+    )
+    wanted_values, wanted_scales = reference.halve(reference.norm(hidden, weight, 1e-5))
+    assert np.array_equal(rig.get(scales), wanted_scales)
+    difference = rig.get(values, np.float16).astype(np.float32) - reference.pack_halves(wanted_values)
+    assert np.abs(difference).max() <= 2.0**-10  # one unit in the last place of values below 2
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_value_that_is_no_number_breaks_its_halved_row(bad: float) -> None:
+    rig = Rig()
+    x = _normal(2, 64)
+    x[0, 40] = bad
+    values, scales = rig.empty((2, 64), np.float16), rig.empty(2)
+    rig.run(catalogue.quantise(2), [rig.put(x), 64, values, scales, 1])
+    assert np.isfinite(rig.get(scales)).tolist() == [False, True]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -43,7 +81,7 @@ def test_a_value_that_is_no_number_is_not_rounded_away(bad: float) -> None:
     x = _normal(1, 64)
     x[0, 40] = bad
     values, records = rig.empty((1, 64), np.int8), rig.empty((1, 2), reference.RECORD)
-    rig.run(catalogue.quantise(1), [rig.put(x), 64, values, records])
+    rig.run(catalogue.quantise(1), [rig.put(x), 64, values, records, 0])
     scales = rig.get(records, reference.RECORD)["scale"]
     assert np.isfinite(scales[0]).tolist() == [True, False]
 
@@ -56,8 +94,8 @@ def test_the_norm_is_right_as_floats_and_rounded(size: int) -> None:
     values = rig.empty((2, padded_inputs(size)), np.int8)
     records = rig.empty((2, padded_inputs(size) // 32), reference.RECORD)
     rows = rig.put(np.array([4, 1], np.int32))
-    arguments: list[Argument] = [rig.put(hidden), rows, rig.put(weight), size, 1e-5, out, values, records]
-    rig.run(catalogue.norm(2), arguments)
+    arguments: list[Argument] = [rig.put(hidden), rows, rig.put(weight), size, 1e-5, out, values, records, 0]
+    rig.run(catalogue.norm(2, size), arguments)
     normed = rig.get(out)
     wanted = reference.norm(hidden[[4, 1]], weight, 1e-5)
     assert np.abs(normed - wanted).max() < 1e-6 * np.abs(wanted).max()
@@ -70,7 +108,7 @@ def test_the_norm_without_a_choice_of_rows_takes_them_in_order() -> None:
     rig = Rig()
     hidden, weight = _normal(3, 64), _normal(64, seed=1)
     out = rig.empty((3, 64))
-    rig.run(catalogue.norm(3), [rig.put(hidden), None, rig.put(weight), 64, 1e-6, out, None, None])
+    rig.run(catalogue.norm(3, 64), [rig.put(hidden), None, rig.put(weight), 64, 1e-6, out, None, None, 0])
     assert np.allclose(rig.get(out), reference.norm(hidden, weight, 1e-6), rtol=1e-6)
 
 

@@ -23,13 +23,14 @@ Defines = tuple[tuple[str, int], ...]
 # The fewest threads, in parts of what a multiprocessor holds. The products keep their operands in registers and
 # many loads in flight; attention is bound by its shared memory, of which sm_8x and sm_120 have less than half.
 _FEWEST: Final = {
-    "vector_1": 0.5,
-    "vector_2": 0.5,
-    "vector_4": 0.25,
-    "matrix_8": 0.35,
+    "vector_1": 0.37,  # several units a warp are in flight
+    "vector_2": 0.25,
+    "vector_gate_up_1": 0.25,
+    "vector_gate_up_2": 0.25,
+    "matrix_8": 0.25,  # copies that are under way need no threads
     "matrix_16": 0.25,
-    "matrix_32": 0.25,
-    "matrix_64": 0.25,
+    "matrix_32": 0.16,  # sm_120; elsewhere 0.25
+    "matrix_64": 0.12,
     "float_vector_1": 0.5,
     "float_vector_4": 0.25,
     "float_matrix": 0.4,
@@ -37,6 +38,8 @@ _FEWEST: Final = {
     "attend_chunk": 0.12,
     "sample": 0.25,
     "rope_append": 0.6,
+    "rms_norm": 0.6,  # one block of 1024 where there is room for 1536, as the next
+    "adjust": 0.6,
 }
 _OTHERS: Final = 0.75
 

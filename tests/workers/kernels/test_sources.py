@@ -22,7 +22,7 @@ FILES: Final = sorted(path.name for path in FOLDER.glob("*.cu"))
 def test_parameters_are_read_from_the_source() -> None:
     kinds = parameters("quantise.cu")["rms_norm"]
     pointer, integer, real = ParameterKind.POINTER, ParameterKind.INT32, ParameterKind.FLOAT32
-    assert kinds == (pointer, pointer, pointer, integer, real, pointer, pointer, pointer)
+    assert kinds == (pointer, pointer, pointer, integer, real, pointer, pointer, pointer, integer)
     assert signature(Kernel(source="rope_append.cu", entry="advance")) == "ppi"
 
 
@@ -33,7 +33,7 @@ def test_a_module_is_one_text_with_each_header_once() -> None:
         assert text.count(f'#line 1 "{header}"') == 1
     # Errors name the line of the file they are in.
     lines = text.splitlines()
-    marker = next(i for i, line in enumerate(lines) if line.startswith("#define SLICES"))
+    marker = next(i for i, line in enumerate(lines) if line.startswith("#define WEIGHT_GAIN"))
     start = max(i for i, line in enumerate(lines[:marker]) if line.startswith("#line"))
     number = int(lines[start].split()[1]) + marker - start - 1
     assert (FOLDER / "quantised_matrix.cu").read_text().splitlines()[number - 1] == lines[marker]

@@ -1,6 +1,9 @@
-"""Prompt chunks of many rows: a quantised matrix is dequantised into scratch memory and multiplied by cuBLAS.
+"""Prompt chunks of many rows: a quantised matrix is dequantised and multiplied by cuBLAS.
 
-Owns: the scratch memory. Runs in: the worker's thread, in steps outside any graph. Source: gpu.md: from some
+Where the memory plan finds room, every such matrix keeps a bfloat16 copy; else it is dequantised into scratch memory
+each time, which costs as much as some hundred rows do.
+
+Owns: the scratch memory and the copies. Runs in: the worker's thread, in steps outside any graph. Source: gpu.md: from some
 hundred rows on, the library's products on bfloat16 outrun ours on int8 by more than dequantising costs.
 
 The library adds up in an order of its own, so with `--batch-invariant` none of this is used. Logits never go
@@ -35,28 +38,41 @@ class _Scratch(msgspec.Struct, frozen=True):
         return self.weights + self.activations + self.both
 
 
+def _shapes(operation: Operation) -> list[tuple[int, int]]:
+    """(outputs, inputs) of the matrices that the operation may multiply by the library."""
+    match operation:
+        case QkvMatmul():
+            runs = runs_of_one_type((operation.q, operation.k, operation.v))
+            return [
+                (sum(part.shape[0] for part in run), run[0].shape[1])
+                for run in runs
+                if stored_type(run[0]) not in FLOAT_TYPES
+            ]
+        case OutputMatmul() | DownMatmul() if stored_type(operation.weight) not in FLOAT_TYPES:
+            return [(operation.weight.shape[0], operation.weight.shape[1])]
+        case GateUpMatmul() if pair_type(operation.gate, operation.up) not in FLOAT_TYPES:
+            return [(-(-operation.gate.shape[0] // 8) * 16, operation.gate.shape[1])]
+    return []
+
+
 def _scratch(program: Program, limits: Limits) -> _Scratch:
     weights = inputs = pairs = 0
     for operation in program.operations:
-        match operation:
-            case QkvMatmul():
-                runs = runs_of_one_type((operation.q, operation.k, operation.v))
-                shapes = [
-                    (sum(part.shape[0] for part in run), run[0].shape[1])
-                    for run in runs
-                    if stored_type(run[0]) not in FLOAT_TYPES
-                ]
-            case OutputMatmul() | DownMatmul() if stored_type(operation.weight) not in FLOAT_TYPES:
-                shapes = [(operation.weight.shape[0], operation.weight.shape[1])]
-            case GateUpMatmul() if pair_type(operation.gate, operation.up) not in FLOAT_TYPES:
-                rows = -(-operation.gate.shape[0] // 8) * 16
-                shapes = [(rows, operation.gate.shape[1])]
-                pairs = max(pairs, rows)
-            case _:
-                continue
-        for outputs, size in shapes:
+        for outputs, size in _shapes(operation):
             weights, inputs = max(weights, outputs * size), max(inputs, size)
+            if isinstance(operation, GateUpMatmul):
+                pairs = max(pairs, outputs)
     return _Scratch(2 * weights, 2 * limits.max_rows * inputs, 4 * limits.max_rows * pairs)
+
+
+def copy_bytes(program: Program) -> int:
+    """Device memory of bfloat16 copies of all matrices that may be multiplied by the library."""
+    return sum(
+        2 * outputs * inputs
+        for operation in program.operations
+        if may_be_dense(operation)
+        for outputs, inputs in _shapes(operation)
+    )
 
 
 def dense_bytes(program: Program, limits: Limits, *, batch_invariant: bool) -> int:
@@ -77,14 +93,36 @@ class DenseProducts:
     """Multiplies whole chunks. Owned by `Launches`, which lends its way to launch."""
 
     def __init__(
-        self, program: Program, limits: Limits, backend: Backend, launch: Callable[..., None]
+        self,
+        program: Program,
+        limits: Limits,
+        backend: Backend,
+        launch: Callable[..., None],
+        *,
+        keeps_copies: bool,
     ) -> None:
         memory = _scratch(program, limits)
+        self._keeps_copies = keeps_copies
         self._backend = backend
         self._launch = launch
-        self._weights = backend.allocate(memory.weights, np.uint8)
+        self._weights = None if keeps_copies else backend.allocate(memory.weights, np.uint8)
         self._activations = backend.allocate(memory.activations, np.uint8)
         self._both = backend.allocate(memory.both, np.uint8)
+
+    def with_copy(self, matrix: DeviceMatrix) -> DeviceMatrix:
+        """The matrix with what it keeps for its products. Raises MemoryError."""
+        if not self._keeps_copies or matrix.is_float:
+            return matrix
+        copy = self._backend.allocate((matrix.num_weight_rows, matrix.num_inputs), np.uint16)
+        self._dequantise(matrix, copy)
+        return msgspec.structs.replace(matrix, dense=copy)
+
+    def _dequantise(self, matrix: DeviceMatrix, out: DeviceArray) -> None:
+        self._launch(
+            catalogue.dequantise(int(matrix.ggml_type), matrix.num_weight_rows),
+            *(out, matrix.data, matrix.codebook),
+            *(matrix.num_weight_rows, matrix.num_tiles, matrix.num_units, matrix.num_inputs),
+        )
 
     def bring(self, floats: DeviceArray, num_rows: int, size: int) -> None:
         """Take the rows that the next products multiply, [num_rows, size] float32."""
@@ -106,11 +144,11 @@ class DenseProducts:
 
         `multiplies` False: only what is launched, to know which kernels that takes.
         """
-        self._launch(
-            catalogue.dequantise(int(matrix.ggml_type), matrix.num_weight_rows),
-            *(self._weights, matrix.data, matrix.codebook),
-            *(matrix.num_weight_rows, matrix.num_tiles, matrix.num_units, matrix.num_inputs),
-        )
+        weights = matrix.dense
+        if weights is None:
+            weights = self._weights
+            assert weights is not None
+            self._dequantise(matrix, weights)
         is_pair = epilogue == catalogue.EPILOGUE_GATE_UP
         target, width = (self._both, matrix.num_weight_rows) if is_pair else (out, stride)
         if offset:
@@ -120,7 +158,7 @@ class DenseProducts:
                 target,
                 width,
                 self._activations,
-                self._weights,
+                weights,
                 (num_rows, matrix.num_weight_rows, matrix.num_inputs),
                 accumulate=epilogue == catalogue.EPILOGUE_ADD,
             )

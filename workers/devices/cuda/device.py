@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.devices.cuda import inputs, launches, sampling, weights
+from workers.devices.cuda import buffers, inputs, sampling, shapes, weights
 from workers.devices.cuda.backend import Backend, Event
 from workers.devices.cuda.dense import DENSE_ROWS
 from workers.devices.cuda.graphs import Graphs, make_buckets
@@ -35,7 +35,7 @@ from workers.model.program import Program
 log = logging.getLogger(__name__)
 
 # Numbers of rows that between them use every kernel there is for some number of rows.
-_KINDS_OF_ROWS: Final = (1, 2, 3, 5, 9, 17, 129)
+_KINDS_OF_ROWS: Final = (1, 2, 3, 5, 9, 17, 33)
 
 
 class _Flight(msgspec.Struct):
@@ -56,12 +56,12 @@ class _Flight(msgspec.Struct):
 
 def memory_needs(program: Program, limits: Limits, *, batch_invariant: bool = False) -> tuple[int, int]:
     """Device memory in bytes: of the weights, and of all buffers for `limits`, KV pages aside."""
-    buffers = (
-        launches.buffer_bytes(program, limits, batch_invariant=batch_invariant)
+    step = (
+        buffers.buffer_bytes(program, limits, batch_invariant=batch_invariant)
         + sampling.sampler_bytes(limits, program.dimensions.vocab_size)
         + inputs.input_bytes(limits)
     )
-    return weights.weight_bytes(program), buffers
+    return weights.weight_bytes(program), step
 
 
 class CudaDevice:
@@ -78,20 +78,22 @@ class CudaDevice:
         *,
         batch_invariant: bool = False,
         dense_rows: int = DENSE_ROWS,
+        keeps_copies: bool = False,
     ) -> None:
-        """`dense_rows`: from how many on a prompt chunk goes through cuBLAS, where it may.
+        """`dense_rows`: from how many on a prompt chunk goes through cuBLAS, where it may; `keeps_copies`: with copies
+        of the weights that are made now, rather than each time.
 
         Raises ConfigError for a shape without kernels, MemoryError where memory runs out.
         """
         sizes = program.dimensions
-        launches.check_shape(sizes)
+        shapes.check_shape(sizes)
         self._backend = backend
         self._limits = limits
         self._inputs = StepInputs(
             backend,
             limits,
             chunk_rows=catalogue.chunk_rows(sizes.num_heads, sizes.num_kv_heads),
-            has_decode_attention=launches.has_decode_attention(sizes),
+            has_decode_attention=shapes.has_decode_attention(sizes),
         )
         has_dense = not batch_invariant and limits.max_rows >= dense_rows and backend.can_multiply
         self._dense_rows = dense_rows if has_dense else limits.max_rows + 1
@@ -105,6 +107,7 @@ class CudaDevice:
             table_pitch=self._inputs.pitch,
             batch_invariant=batch_invariant,
             has_dense=has_dense,
+            keeps_copies=keeps_copies,
         )
         self._graphs = Graphs(backend)
         self._buckets = make_buckets(limits.max_seats)
@@ -115,13 +118,13 @@ class CudaDevice:
         self._result = StepResult(limits.max_seats)
         self._fault: DeviceFaultError | None = None
         self._is_closed = False
-        shapes = [
+        examples = [
             self._inputs.example(min(rows, limits.max_rows), min(rows, limits.max_seats))
             for rows in _KINDS_OF_ROWS
         ]
         if has_dense:
-            shapes.append(msgspec.structs.replace(shapes[0], is_dense=True))
-        backend.prepare([*self._launches.kernels(shapes), *DeviceSampler.kernels()])
+            examples.append(msgspec.structs.replace(examples[0], is_dense=True))
+        backend.prepare([*self._launches.kernels(examples), *DeviceSampler.kernels()])
         backend.synchronise()  # the uploads are done: their faults belong to the load
 
     # -- the Device protocol -----------------------------------------------------------------------

@@ -4,29 +4,28 @@ Owns: weights, KV pages and step buffers on the device. Runs in: the worker's th
 Source: `workers/model/program.py` for the operations, `workers/kernels/catalogue.py` for the kernels.
 
 Everything here is fixed at load but a step's number of rows, so that a decode step can be captured: nothing is
-allocated or copied while a step is queued. Quantised weights are multiplied with int8 activations
-(`quantise` and `norm` make them), float weights with float ones.
+allocated or copied while a step is queued. Quantised weights are multiplied with activations in int8 (few rows) or
+float16 (`quantise` and `norm` make them), float weights with float ones.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ds4.errors import ConfigError
 from workers.devices.cuda.backend import Argument, Backend, DeviceArray
-from workers.devices.cuda.dense import DenseProducts, dense_bytes, may_be_dense
+from workers.devices.cuda.buffers import HALF_BYTES, SPLIT_ROWS, buffer_sizes, split_tokens
+from workers.devices.cuda.dense import DenseProducts, may_be_dense
 from workers.devices.cuda.inputs import Block
-from workers.devices.cuda.weights import DeviceMatrix, Weights, pair_type, runs_of_one_type, stored_type
+from workers.devices.cuda.shapes import check_shape, read_matrices, rounds_activations
+from workers.devices.cuda.weights import DeviceMatrix, Weights, runs_of_one_type, stored_type
 from workers.devices.interface import PAGE_TOKENS, Limits
 from workers.kernels import catalogue
 from workers.kernels.sources import Kernel
 from workers.model.program import (
     Attention,
-    Dimensions,
     DownMatmul,
     Embed,
     GateUpMatmul,
@@ -38,93 +37,12 @@ from workers.model.program import (
     QkvMatmul,
     RopeAppend,
 )
-from workers.quant.repack import FLOAT_TYPES, padded_inputs
+from workers.quant.repack import FLOAT_TYPES
 
 KV_VALUE_BYTES: Final = 2
-_RECORD_BYTES: Final = 8  # of 32 quantised activations
-_LONG_CONTEXT: Final = 32_768
 _ATTENTION_BLOCKS: Final = 2048  # wanted in all of a step, to fill a large GPU
 
 Launch = Callable[[Block], None]
-
-
-def split_tokens(limits: Limits) -> int:
-    """How long the pieces are that attention cuts a context into: part of a row's order of sums."""
-    return 128 if limits.max_context_tokens <= _LONG_CONTEXT else 256
-
-
-def check_shape(sizes: Dimensions) -> None:
-    """Raises ConfigError for a model that the kernels cannot run."""
-    inputs = (sizes.hidden_size, sizes.num_heads * sizes.head_size, sizes.ffn_size)
-    faults = []
-    if sizes.head_size % 16 or sizes.head_size > 128:
-        faults.append(f"heads of {sizes.head_size} (a multiple of 16 up to 128)")
-    if any(size % 32 for size in inputs):
-        faults.append(f"matrices with rows of {', '.join(map(str, inputs))} (multiples of 32)")
-    if catalogue.chunk_rows(sizes.num_heads, sizes.num_kv_heads) == 0:
-        faults.append(
-            f"{sizes.num_heads} heads on {sizes.num_kv_heads} key-value heads (64 times as many at most)"
-        )
-    if faults:
-        raise ConfigError(
-            f"the GPU's kernels do not run {'; '.join(faults)}; use --device cpu or reference",
-            setting="device",
-        )
-
-
-def has_decode_attention(sizes: Dimensions) -> bool:
-    """Whether decode rows have a kernel of their own; else they are tiles of one row."""
-    return sizes.num_heads // sizes.num_kv_heads <= catalogue.MAX_DECODE_GROUP
-
-
-class _Size(msgspec.Struct, frozen=True):
-    """Bytes of each step buffer."""
-
-    hidden: int
-    normed: int
-    values: int
-    records: int
-    qkv: int
-    queries: int
-    attn: int
-    act: int
-    logits: int
-    partials: int
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, name) for name in self.__struct_fields__)
-
-
-def _buffer_sizes(sizes: Dimensions, limits: Limits) -> _Size:
-    rows = limits.max_rows
-    heads, kv = sizes.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
-    widest = padded_inputs(max(sizes.hidden_size, heads, sizes.ffn_size))
-    splits = -(-limits.max_context_tokens // split_tokens(limits))
-    return _Size(
-        hidden=4 * rows * sizes.hidden_size,
-        normed=4 * rows * sizes.hidden_size,
-        values=rows * widest,
-        records=rows * widest // 32 * _RECORD_BYTES,
-        qkv=4 * rows * (heads + 2 * kv),
-        queries=2 * rows * heads,
-        attn=4 * rows * heads,
-        act=4 * rows * sizes.ffn_size,
-        logits=4 * limits.max_seats * sizes.vocab_size,
-        partials=4 * limits.max_seats * sizes.num_heads * splits * (sizes.head_size + 2),
-    )
-
-
-def buffer_bytes(program: Program, limits: Limits, *, batch_invariant: bool) -> int:
-    """Device memory of the step buffers, rotation tables and scratch memory included."""
-    tables = {
-        id(operation.inverse_frequencies): len(operation.inverse_frequencies)
-        for operation in program.operations
-        if isinstance(operation, RopeAppend)
-    }
-    rotations = 8 * limits.max_context_tokens * sum(tables.values())
-    scratch = dense_bytes(program, limits, batch_invariant=batch_invariant)
-    return _buffer_sizes(program.dimensions, limits).total + rotations + scratch
 
 
 class Launches:
@@ -141,8 +59,9 @@ class Launches:
         table_pitch: int,
         batch_invariant: bool,
         has_dense: bool,
+        keeps_copies: bool,
     ) -> None:
-        """`has_dense`: steps that are marked so go through cuBLAS.
+        """`has_dense`: steps that are marked so go through cuBLAS, with copies of the weights if `keeps_copies`.
 
         Raises ConfigError for a shape without kernels, MemoryError where memory runs out.
         """
@@ -156,7 +75,7 @@ class Launches:
         self._pitch = table_pitch
         self._split_tokens = split_tokens(limits)
         self._max_splits = -(-limits.max_context_tokens // self._split_tokens)
-        memory = _buffer_sizes(sizes, limits)
+        memory = buffer_sizes(program, limits)
         buffers = {
             name: backend.allocate(getattr(memory, name), np.uint8) for name in memory.__struct_fields__
         }
@@ -165,6 +84,9 @@ class Launches:
         self._qkv, self._queries = buffers["qkv"], buffers["queries"]
         self._attn, self._act = buffers["attn"], buffers["act"]
         self._partials = buffers["partials"]
+        self._act_values, self._act_records = buffers["act_values"], buffers["act_records"]
+        self._sums, self._tickets = buffers["sums"], buffers["tickets"]
+        backend.fill(self._tickets, 0)  # every product leaves them so
         self.logits = buffers["logits"]
         page = sizes.num_kv_heads * PAGE_TOKENS * sizes.head_size
         cache = [
@@ -173,11 +95,13 @@ class Launches:
         self._keys, self._cached_values = cache[0::2], cache[1::2]
         self._tables: dict[int, DeviceArray] = {}
         self._recorded: dict[Kernel, None] | None = None  # in order; not None while nothing is launched
-        self._dense = DenseProducts(program, limits, backend, self._launch) if has_dense else None
+        self._dense = None
+        if has_dense:
+            self._dense = DenseProducts(program, limits, backend, self._launch, keeps_copies=keeps_copies)
         self._weights = Weights(backend, program)
         try:
             self._steps: list[Launch] = [
-                self._load(operation, program.operations[index + 1 :])
+                self._load(operation, program.operations[:index], program.operations[index + 1 :])
                 for index, operation in enumerate(program.operations)
             ]
         finally:
@@ -209,8 +133,8 @@ class Launches:
 
     # -- load --------------------------------------------------------------------------------------
 
-    def _load(self, operation: Operation, rest: Sequence[Operation]) -> Launch:
-        """The operation as launches. `rest` is what follows it."""
+    def _load(self, operation: Operation, before: Sequence[Operation], rest: Sequence[Operation]) -> Launch:
+        """The operation as launches, between those `before` and the `rest`."""
         match operation:
             case Embed():
                 return self._embed(operation)
@@ -222,13 +146,15 @@ class Launches:
                 attention = next(later for later in rest if isinstance(later, Attention))
                 return self._rope_append(operation, attention.scale)
             case Attention():
-                return self._attention(operation)
+                return self._attention(operation, rest)
             case OutputMatmul():
-                return self._matmul_add(operation, self._attn)
+                return self._output_matmul(operation)
             case DownMatmul():
-                return self._matmul_add(operation, self._act)
+                gate_up = next(earlier for earlier in reversed(before) if isinstance(earlier, GateUpMatmul))
+                return self._down_matmul(operation, rounds=rounds_activations(gate_up, operation))
             case GateUpMatmul():
-                return self._gate_up_matmul(operation)
+                down = next(later for later in rest if isinstance(later, DownMatmul))
+                return self._gate_up_matmul(operation, rounds=rounds_activations(operation, down))
             case Logits():
                 return self._logits(operation)
 
@@ -247,14 +173,15 @@ class Launches:
 
     def _norm(self, operation: Norm, reader: Operation) -> Launch:
         weight, size, eps = self._weights.vector(operation.weight), self._sizes.hidden_size, operation.eps
-        out, values = self._norm_outputs(_read_matrices(reader))
+        out, values = self._norm_outputs(read_matrices(reader))
         may = may_be_dense(reader)
 
         def launch(block: Block) -> None:
             outputs = (self._normed, None) if may and block.is_dense else (out, values)
             self._launch(
-                catalogue.norm(block.num_rows),
+                catalogue.norm(block.num_rows, size),
                 *(self._hidden, None, weight, size, eps, *outputs, self._records),
+                self._halves(block.num_rows),
             )
 
         return launch
@@ -274,6 +201,8 @@ class Launches:
         products, offset = [], 0
         for run in runs_of_one_type(parts):
             matrix = self._weights.matrix(run)
+            if may_be_dense(operation):
+                matrix = self._with_copy(matrix)
             own_bias = None if bias is None else bias.part(4 * offset, matrix.num_outputs, np.float32)
             products.append((matrix, offset, own_bias))
             offset += matrix.num_outputs
@@ -326,9 +255,11 @@ class Launches:
             self._tables[key] = self._weights.table(table)
         return self._tables[key]
 
-    def _attention(self, operation: Attention) -> Launch:
+    def _attention(self, operation: Attention, rest: Sequence[Operation]) -> Launch:
         sizes, layer = self._sizes, operation.layer
         heads, kv_heads, head_size = sizes.num_heads, sizes.num_kv_heads, sizes.head_size
+        reader = next(later for later in rest if isinstance(later, OutputMatmul))
+        is_float = stored_type(reader.weight) in FLOAT_TYPES
 
         def launch(block: Block) -> None:
             cache = (self._queries, self._keys[layer], self._cached_values[layer])
@@ -340,9 +271,12 @@ class Launches:
                     catalogue.attend_row(head_size, self._split_tokens, blocks, kv_heads, block.num_decode),
                     *(self._partials, self._max_splits, *cache, *rows),
                 )
+                is_combined = not is_float and self._is_combined(block)
+                out, values = (None, self._values) if is_combined else (self._attn, None)
                 self._launch(
                     catalogue.combine(head_size, self._split_tokens, heads, block.num_decode),
-                    *(self._attn, self._partials, self._max_splits, block.positions),
+                    *(out, self._partials, self._max_splits, block.positions),
+                    *(values, self._records, self._halves(block.num_rows)),
                 )
             if block.num_chunks:
                 self._launch(
@@ -352,35 +286,95 @@ class Launches:
 
         return launch
 
-    def _matmul_add(self, operation: OutputMatmul | DownMatmul, source: DeviceArray) -> Launch:
-        matrix = self._weights.matrix([operation.weight])
+    def _is_combined(self, block: Block) -> bool:
+        """Whether attention's output comes as the next product takes it: steps of decode rows only."""
+        sizes = self._sizes
+        return (
+            not block.num_chunks
+            and not block.is_dense
+            and catalogue.combines_as_activations(sizes.head_size, sizes.num_heads)
+        )
+
+    def _output_matmul(self, operation: OutputMatmul) -> Launch:
+        matrix = self._with_copy(self._weights.matrix([operation.weight]))
 
         def launch(block: Block) -> None:
-            dense = self._dense if block.is_dense else None
-            if matrix.is_float:
-                pass
-            elif dense is not None:
-                dense.bring(source, block.num_rows, matrix.num_inputs)
-            else:
-                self._launch(
-                    catalogue.quantise(block.num_rows), source, matrix.num_inputs, self._values, self._records
-                )
-            self._multiply(
-                matrix,
-                source,
-                self._hidden,
-                block.num_rows,
-                dense=dense,
-                stride=matrix.num_outputs,
-                epilogue=catalogue.EPILOGUE_ADD,
-            )
+            rounded = (self._values, self._records)
+            if not self._is_combined(block):
+                rounded = self._bring(matrix, self._attn, block, catalogue.HALVES_UNSCALED)
+            self._add(matrix, self._attn, rounded, block)
 
         return launch
 
-    def _gate_up_matmul(self, operation: GateUpMatmul) -> Launch:
-        matrix = self._weights.gate_up(operation.gate, operation.up)
+    def _down_matmul(self, operation: DownMatmul, *, rounds: bool) -> Launch:
+        """`rounds`: where `_gate_up_matmul` does."""
+        matrix = self._with_copy(self._weights.matrix([operation.weight]))
 
         def launch(block: Block) -> None:
+            rounded = (self._act_values, self._act_records)
+            if not (rounds and self._is_small(block)):
+                rounded = self._bring(matrix, self._act, block, catalogue.HALVES)
+            self._add(matrix, self._act, rounded, block)
+
+        return launch
+
+    def _with_copy(self, matrix: DeviceMatrix) -> DeviceMatrix:
+        return matrix if self._dense is None else self._dense.with_copy(matrix)
+
+    def _is_small(self, block: Block) -> bool:
+        """Whether the vector kernels multiply these rows."""
+        return not block.is_dense and not self._halves(block.num_rows)
+
+    def _bring(
+        self, matrix: DeviceMatrix, source: DeviceArray, block: Block, halves: int
+    ) -> tuple[DeviceArray, DeviceArray]:
+        """Queue what brings rows into the form that a product with `matrix` takes. Returns values and records."""
+        if matrix.is_float:
+            pass
+        elif self._dense is not None and block.is_dense:
+            self._dense.bring(source, block.num_rows, matrix.num_inputs)
+        else:
+            self._launch(
+                catalogue.quantise(block.num_rows),
+                *(source, matrix.num_inputs, self._values, self._records),
+                halves if self._halves(block.num_rows) else catalogue.INT8,
+            )
+        return self._values, self._records
+
+    def _add(
+        self,
+        matrix: DeviceMatrix,
+        floats: DeviceArray,
+        rounded: tuple[DeviceArray, DeviceArray],
+        block: Block,
+    ) -> None:
+        """Queue hidden += rows times matrix."""
+        self._multiply(
+            matrix,
+            floats,
+            self._hidden,
+            block.num_rows,
+            rounded=rounded,
+            dense=self._dense if block.is_dense else None,
+            stride=matrix.num_outputs,
+            epilogue=catalogue.EPILOGUE_ADD,
+        )
+
+    def _gate_up_matmul(self, operation: GateUpMatmul, *, rounds: bool) -> Launch:
+        """`rounds`: few rows become int8 for the next product in the same kernel."""
+        matrix = self._with_copy(self._weights.gate_up(operation.gate, operation.up))
+
+        def launch(block: Block) -> None:
+            if rounds and self._is_small(block):
+                rows = block.num_rows
+                self._launch(
+                    catalogue.vector_gate_up(
+                        int(matrix.ggml_type), catalogue.vector_variant(rows), rows, matrix.num_outputs
+                    ),
+                    *(self._act_values, self._act_records, matrix.data, matrix.codebook, matrix.num_outputs),
+                    *(matrix.num_tiles, matrix.num_units, self._values, self._records, rows),
+                )
+                return
             dense = self._dense if block.is_dense else None
             if dense is not None and not matrix.is_float:
                 dense.bring(self._normed, block.num_rows, matrix.num_inputs)
@@ -409,8 +403,9 @@ class Launches:
             if block.num_samples == 0:
                 return
             self._launch(
-                catalogue.norm(block.num_samples),
+                catalogue.norm(block.num_samples, size),
                 *(self._hidden, block.sample_rows, weight, size, eps, out, values, self._records),
+                self._halves(block.num_samples),
             )
             self._multiply(
                 matrix, self._normed, self.logits, block.num_samples, stride=self._sizes.vocab_size
@@ -419,6 +414,10 @@ class Launches:
         return launch
 
     # -- products ----------------------------------------------------------------------------------
+
+    def _halves(self, num_rows: int) -> int:
+        """What tells `quantise` and `norm` how a product of so many rows takes its activations."""
+        return int(catalogue.takes_halves(num_rows, batch_invariant=self._batch_invariant))
 
     def _multiply(
         self,
@@ -431,9 +430,13 @@ class Launches:
         offset: int = 0,
         bias: DeviceArray | None = None,
         epilogue: int = catalogue.EPILOGUE_STORE,
+        rounded: tuple[DeviceArray, DeviceArray] | None = None,
         dense: DenseProducts | None = None,
     ) -> None:
-        """out[:, offset:] = rows times matrix. The rows are `floats`, or what was quantised or brought last."""
+        """out[:, offset:] = rows times matrix. The rows are `floats`, or as values and records `rounded` (None: where
+        they are by default), or what was brought last.
+        """
+        all_values, all_records = rounded or (self._values, self._records)
         kind = int(matrix.ggml_type)
         target = (out, stride, offset, matrix.data)
         if matrix.is_float:
@@ -454,19 +457,27 @@ class Launches:
                 multiplies=multiplies,
             )
             return
-        variant = catalogue.default_variant(num_rows, batch_invariant=self._batch_invariant)
-        self._launch(
-            catalogue.quantised_matmul(kind, variant, num_rows, matrix.num_tiles),
-            *(*target, matrix.codebook, bias, matrix.num_outputs, matrix.num_tiles, matrix.num_units),
-            *(self._values, self._records, num_rows, epilogue),
-        )
-
-
-def _read_matrices(reader: Operation) -> list[bool]:
-    """Whether each matrix that reads a norm's output is a float one."""
-    match reader:
-        case QkvMatmul():
-            return [stored_type(part) in FLOAT_TYPES for part in (reader.q, reader.k, reader.v)]
-        case GateUpMatmul():
-            return [pair_type(reader.gate, reader.up) in FLOAT_TYPES]
-    raise AssertionError(f"nothing is known to read a norm before {type(reader).__name__}")
+        sizes = (matrix.num_outputs, matrix.num_tiles, matrix.num_units)
+        if not self._halves(num_rows):
+            self._launch(
+                catalogue.vector_matmul(kind, catalogue.vector_variant(num_rows), num_rows, matrix.num_tiles),
+                *(*target, matrix.codebook, bias, *sizes, all_values, all_records, num_rows, epilogue),
+            )
+            return
+        splits = catalogue.matrix_splits(matrix.num_tiles, matrix.num_units)
+        row_bytes = HALF_BYTES * 64 * matrix.num_units
+        at_once = num_rows if splits == 1 else SPLIT_ROWS
+        for first in range(0, num_rows, at_once):
+            count = min(at_once, num_rows - first)
+            own_out, values, scales = out, all_values, all_records
+            if first:
+                own_out = out.part(4 * first * stride, out.nbytes // 4 - first * stride, np.float32)
+                values = values.part(first * row_bytes, count * row_bytes, np.uint8)
+                scales = scales.part(4 * first, count, np.float32)
+            self._launch(
+                catalogue.matrix_matmul(
+                    kind, catalogue.matrix_variant(count), count, matrix.num_tiles, splits
+                ),
+                *(own_out, stride, offset, matrix.data, matrix.codebook, bias, *sizes),
+                *(values, scales, count, epilogue, self._sums, self._tickets),
+            )

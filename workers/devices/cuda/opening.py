@@ -11,10 +11,12 @@ from ds4.config import Settings
 from ds4.errors import ConfigError
 from ds4.model_file import ModelFile
 from workers.devices.cuda.backend import Backend
+from workers.devices.cuda.dense import DENSE_ROWS, copy_bytes
 from workers.devices.cuda.device import CudaDevice, memory_needs
 from workers.devices.cuda.driver import probe
-from workers.devices.cuda.launches import KV_VALUE_BYTES, check_shape
+from workers.devices.cuda.launches import KV_VALUE_BYTES
 from workers.devices.cuda.plan import plan_memory
+from workers.devices.cuda.shapes import check_shape
 from workers.devices.interface import DeviceFaultError, Limits
 from workers.devices.limits import step_limits
 from workers.model.program import Program
@@ -47,19 +49,29 @@ def load(
     weight_bytes, buffer_bytes = memory_needs(
         program, step_limits(settings, sizes), batch_invariant=settings.batch_invariant
     )
+    uses_copies = (
+        not settings.batch_invariant and settings.max_batch_tokens >= DENSE_ROWS and backend.can_multiply
+    )
     free_bytes, total_bytes = backend.memory_info()
     plan = plan_memory(
         settings,
         sizes,
         weight_bytes=weight_bytes,
         buffer_bytes=buffer_bytes,
+        copy_bytes=copy_bytes(program) if uses_copies else 0,
         kv_value_bytes=KV_VALUE_BYTES,
         free_bytes=free_bytes,
         total_bytes=total_bytes,
     )
     started_s = time.monotonic()
     try:
-        device = CudaDevice(program, plan.limits, backend, batch_invariant=settings.batch_invariant)
+        device = CudaDevice(
+            program,
+            plan.limits,
+            backend,
+            batch_invariant=settings.batch_invariant,
+            keeps_copies=plan.copy_bytes > 0,
+        )
         device.warm_up()
     except MemoryError as error:
         raise ConfigError(

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 RESERVE_BYTES: Final = 256 << 20
 # Pages for prefixes of ended sessions, in multiples of every session's full context.
 _MAX_KV_CONTEXTS: Final = 4
+# Copies of the weights speed up large prompt chunks. They get at most this part of what weights and buffers leave.
+_COPY_SHARE: Final = 0.25
 _MIB: Final = 1 << 20
 
 
@@ -31,6 +33,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     budget_bytes: int
     weight_bytes: int
     buffer_bytes: int
+    copy_bytes: int  # of the weights, for large prompt chunks; 0: none are kept
     kv_bytes: int
     limits: Limits
 
@@ -41,13 +44,15 @@ def plan_memory(
     *,
     weight_bytes: int,
     buffer_bytes: int,
+    copy_bytes: int,
     kv_value_bytes: int,
     free_bytes: int,
     total_bytes: int,
 ) -> MemoryPlan:
     """Split the GPU's memory. Raises ConfigError, with the numbers, where the model does not fit.
 
-    `buffer_bytes` are for the largest step that the settings allow.
+    `buffer_bytes` are for the largest step that the settings allow. `copy_bytes` are taken where there is plenty:
+    never from a KV cache that was asked for.
     """
     budget = min(int(settings.gpu_memory_fraction * total_bytes), free_bytes - RESERVE_BYTES)
     if weight_bytes + buffer_bytes > budget:
@@ -58,9 +63,13 @@ def plan_memory(
             "smaller quantisation, lower --max-batch-tokens, or use --device cpu",
             setting="gpu_memory_fraction",
         )
+    left = budget - weight_bytes - buffer_bytes
+    asked = -(-settings.kv_cache_tokens // PAGE_TOKENS) * page_bytes(sizes, kv_value_bytes)
+    if copy_bytes > min(_COPY_SHARE * left, left - asked):
+        copy_bytes = 0
     need = Need(
         weight_bytes=weight_bytes,
-        buffer_bytes=buffer_bytes,
+        buffer_bytes=buffer_bytes + copy_bytes,
         kv_value_bytes=kv_value_bytes,
         kv_share=1.0,
         max_kv_contexts=_MAX_KV_CONTEXTS,
@@ -72,6 +81,7 @@ def plan_memory(
         budget_bytes=budget,
         weight_bytes=weight_bytes,
         buffer_bytes=buffer_bytes,
+        copy_bytes=copy_bytes,
         kv_bytes=limits.num_pages * page_bytes(sizes, kv_value_bytes),
         limits=limits,
     )
@@ -83,6 +93,7 @@ def plan_memory(
             "budget_mib": budget // _MIB,
             "weights_mib": weight_bytes // _MIB,
             "buffers_mib": buffer_bytes // _MIB,
+            "bfloat16_copy_mib": copy_bytes // _MIB,
             "kv_cache_mib": plan.kv_bytes // _MIB,
             "kv_cache_tokens": limits.num_pages * PAGE_TOKENS,
         },

@@ -39,6 +39,7 @@ EMULATOR_VECTOR(unsigned short, ushort)
 #define __syncthreads() ((void)emulator::meet_block(0, "__syncthreads", __LINE__))
 #define __syncthreads_or(p) (emulator::meet_block(!!(p), "__syncthreads_or", __LINE__) != 0)
 #define __syncthreads_count(p) emulator::meet_block(!!(p), "__syncthreads_count", __LINE__)
+#define __threadfence() ((void)0)  // blocks run one after the other
 #define __trap() emulator::fail("__trap")
 static inline void __syncwarp(unsigned mask = ~0u) {
   emulator::meet_warp(mask, 1, "__syncwarp", 0, emulator::no_work);
@@ -144,6 +145,15 @@ struct __nv_bfloat16 {
 static inline float __half2float(__half v) { return (float)v.value; }
 static inline __half __float2half_rn(float v) { __half h; h.value = (_Float16)v; return h; }
 static inline __half2 __floats2half2_rn(float a, float b) { return {__float2half_rn(a), __float2half_rn(b)}; }
+static inline __half2 __hsub2(__half2 a, __half2 b) {
+  return __floats2half2_rn((float)a.x.value - (float)b.x.value, (float)a.y.value - (float)b.y.value);
+}
+static inline __half2 __hmul2(__half2 a, __half2 b) {
+  return __floats2half2_rn((float)a.x.value * (float)b.x.value, (float)a.y.value * (float)b.y.value);
+}
+static inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
+  return __floats2half2_rn(fmaf(a.x.value, b.x.value, c.x.value), fmaf(a.y.value, b.y.value, c.y.value));
+}
 static inline float2 __half22float2(__half2 v) { return {__half2float(v.x), __half2float(v.y)}; }
 static inline float __bfloat162float(__nv_bfloat16 v) { return emulator::same_bits<float>((uint32_t)v.bits << 16); }
 static inline __nv_bfloat16 __float2bfloat16_rn(float v) {

@@ -1,5 +1,6 @@
 """Large prompt chunks through the library of matrix products: near the reference, and only where they may."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from tests.support.device_driver import small_limits
 from tests.support.tiny_model import TinyShape
 from tests.workers.devices.cuda.rig import PROMPT, distance, needs_compiler, new_backend, pair, tiny_program
-from workers.devices.cuda.dense import DENSE_ROWS, DenseProducts, dense_bytes
+from workers.devices.cuda.dense import DENSE_ROWS, DenseProducts, _scratch, copy_bytes, dense_bytes
 from workers.devices.cuda.weights import DeviceMatrix
 from workers.devices.emulator.backend import EmulatorBackend
 from workers.kernels import catalogue
@@ -54,6 +55,34 @@ def test_large_chunks_agree_with_the_reference(
         both.logits({0: PROMPT[:3], 1: [4]})  # too small
         both.logits({0: [3], 1: [4]})
         assert len(products) == num_products
+
+
+def _itself(backend: EmulatorBackend) -> EmulatorBackend:
+    return backend
+
+
+@pytest.mark.parametrize(("quant", "shape"), [("Q8_0", TinyShape()), ("Q4_1", TinyShape(biases=True))])
+def test_copies_that_are_kept_give_the_same_bits_and_are_made_once(
+    tmp_path: Path, quant: str, shape: TinyShape
+) -> None:
+    program = tiny_program(tmp_path, quant, shape)
+    found, allocated, launched = [], [], []
+    for keeps_copies in (False, True):
+        backend = EmulatorBackend()
+        with pair(
+            program, make_backend=partial(_itself, backend), dense_rows=16, keeps_copies=keeps_copies
+        ) as both:
+            allocated.append(backend._used_bytes)
+            backend.synchronise()
+            before = backend.num_launches
+            both.driver.step({0: PROMPT, 1: PROMPT[:5]})
+            launched.append(backend.num_launches - before)
+            found.append(both.cuda.logits())
+    assert np.array_equal(found[0], found[1])
+    limits = small_limits(max_seats=8)
+    scratch = _scratch(program, limits).weights
+    assert allocated[1] - allocated[0] == copy_bytes(program) - scratch
+    assert launched[0] - launched[1] == (6 if shape.biases else 8)  # one for each product
 
 
 def test_decode_rows_never_go_through_the_library(tmp_path: Path, products: list[str]) -> None:

@@ -24,13 +24,20 @@ LLAMA_8B = Dimensions(
 
 
 def plan(
-    settings: Settings, *, total: int, free: int | None = None, weights: int = 5 * GIB, buffers: int = GIB
+    settings: Settings,
+    *,
+    total: int,
+    free: int | None = None,
+    weights: int = 5 * GIB,
+    buffers: int = GIB,
+    copies: int = 0,
 ) -> MemoryPlan:
     return plan_memory(
         settings,
         LLAMA_8B,
         weight_bytes=weights,
         buffer_bytes=buffers,
+        copy_bytes=copies,
         kv_value_bytes=2,
         free_bytes=total - 300 * MIB if free is None else free,
         total_bytes=total,
@@ -66,6 +73,27 @@ def test_a_context_that_does_not_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError, match="8192 tokens needs 1024 MiB") as caught:
         plan(Settings(ctx=8192, gpu_memory_fraction=0.9), total=7 * GIB)
     assert caught.value.setting == "ctx"
+
+
+def test_a_large_gpu_keeps_a_copy_of_the_weights_for_prompts() -> None:
+    made = plan(Settings(), total=140 * GIB, copies=14 * GIB)
+    assert made.copy_bytes == 14 * GIB
+    used = made.weight_bytes + made.buffer_bytes + made.copy_bytes + made.kv_bytes
+    assert used <= made.budget_bytes
+    assert made.kv_bytes > 4 * made.copy_bytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "total"),
+    [
+        (Settings(), 24 * GIB),  # the copy would take most of the cache
+        (Settings(kv_cache_tokens=8192 * 108), 140 * GIB),  # all but 12 GiB were asked for
+    ],
+)
+def test_no_copy_is_kept_at_the_cost_of_the_cache(settings: Settings, total: int) -> None:
+    with_copy, without = (plan(settings, total=total, copies=size) for size in (14 * GIB, 0))
+    assert with_copy.copy_bytes == 0
+    assert with_copy.limits == without.limits
 
 
 def test_the_plan_is_logged(caplog: pytest.LogCaptureFixture) -> None:

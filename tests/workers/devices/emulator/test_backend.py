@@ -234,5 +234,5 @@ def test_fibers_switch_without_assembly_too(monkeypatch: pytest.MonkeyPatch) -> 
     rig = Rig(EmulatorBackend(thread_order=1))
     hidden = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)
     out, weight = rig.empty((2, 64)), rig.put(np.ones(64, np.float32))
-    rig.run(catalogue.norm(2), [rig.put(hidden), None, weight, 64, 0.0, out, None, None])
+    rig.run(catalogue.norm(2, 64), [rig.put(hidden), None, weight, 64, 0.0, out, None, None, 0])
     assert np.allclose(rig.get(out), hidden / np.sqrt((hidden**2).mean(1, keepdims=True)), rtol=1e-5)
