@@ -9,7 +9,7 @@ import pytest
 
 from tests.gpu.conftest import problem
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[1]
 
 
 def collect(promise: str) -> subprocess.CompletedProcess[str]:

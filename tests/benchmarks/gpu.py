@@ -1,42 +1,42 @@
-"""Tokens per second of the GPU against what its memory allows, and against llama.cpp.
+"""The GPU: whether it computes what it should, then its tokens per second against its memory and llama.cpp.
 
     python -m tests.benchmarks.gpu [--llama-batched-bench PATH] [--json FILE]
 
-One command: writes random models of Llama-3.1-8B's shape (Q4_K_M and Q8_0; kept in --directory for the
-next run, else removed), measures the GPU's own copy bandwidth, then for each model decode at 1, 8, 32,
-64 and 128 rows with 512 and 2048 tokens of context each, and prefill. For every figure: the bytes that a
-step must read (weights once, each row's keys and values) and the share of the copy bandwidth that
-makes. With --llama-batched-bench the same shapes are run by llama.cpp on the same file. The device is
-driven as the engine drives it, one step ahead; HTTP is measured elsewhere. `--device emulator` runs
-the same code on the CPU for a tiny shape, to test this file.
+One command: says which GPU, driver and CuPy there are; runs tests/gpu with a GPU promised (--skip-tests: not); writes
+random models of Llama-3.1-8B's shape (Q4_K_M and Q8_0; kept in --directory for the next run, else removed); measures
+the GPU's own copy bandwidth; then for each model decode at 1, 8, 32, 64 and 128 rows with 512 and 2048 tokens of
+context each, and prefill. What does not fit the GPU's memory is left out and named. For every figure: the bytes
+that a step must read (weights once, each row's keys and values) and the share of the copy bandwidth that
+makes, beside the goal. With --llama-batched-bench the same shapes are run by llama.cpp on the same file. The device
+is driven as the engine drives it, one step ahead; HTTP is measured elsewhere. `--device emulator --tiny` runs
+the same code on the CPU, to test this file.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
 
 from ds4.config import Settings
-from ds4.generation import SamplingParams
+from ds4.errors import ConfigError
 from ds4.model_file import ModelFile
+from tests.benchmarks.gpu_steps import WARM_UP, Bench
 from tests.support.shaped_model import Mix, ModelShape, write_shaped_model
 from workers.devices.cuda import opening
+from workers.devices.cuda.backend import Backend
+from workers.devices.cuda.driver import probe
 from workers.devices.interface import (
     PAGE_TOKENS,
-    PREVIOUS_SAMPLE,
     Device,
     Limits,
-    SeatParams,
-    StepBatch,
 )
 from workers.model.registry import load_program
 
@@ -52,6 +52,9 @@ TINY: Final = ModelShape(
 )
 MIXES: Final[tuple[Mix, ...]] = ("Q4_K_M", "Q8_0")
 PREFILL_TOKENS: Final = 2048
+ROOT: Final = Path(__file__).parents[2]
+# Of the copy bandwidth, at so many rows: what this engine is meant to reach.
+GOALS: Final = {1: 0.45, 8: 0.7, 32: 0.7}
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,94 +68,29 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float
     step_bytes: int  # that must be read, at least
     bandwidth_share: float  # of the measured copy bandwidth; 0 for prefill
+    goal: float = 0.0  # of bandwidth_share; 0: none
     llama_cpp_tokens_per_s: float = 0.0
 
 
-class Bench:
-    """Drives one device with `rows` sequences, one step ahead. Owns the step buffers and the pages."""
+class Report(msgspec.Struct, kw_only=True):
+    """All that a run found, as --json writes it."""
 
-    def __init__(self, device: Device, limits: Limits, vocab_size: int) -> None:
-        self._device = device
-        self._limits = limits
-        self._buffers = deque(StepBatch(limits) for _ in range(device.pipeline_depth + 2))
-        self._flights: deque[StepBatch] = deque()
-        self._rng = np.random.default_rng(0)
-        self._vocab_size = vocab_size
-        # Each sequence's pages lie scattered, as after an hour of service.
-        pages = self._rng.permutation(limits.num_pages).astype(np.int32)
-        self._pages = pages[: limits.num_pages // limits.max_seats * limits.max_seats].reshape(
-            limits.max_seats, -1
-        )
-
-    def _submit(self, batch: StepBatch) -> None:
-        self._device.submit(batch)
-        self._flights.append(batch)
-        if len(self._flights) > self._device.pipeline_depth:
-            self._collect()
-
-    def _collect(self) -> None:
-        result = self._device.collect()
-        assert result.ok[: result.num_samples].all(), "the model produced values that are not numbers"
-        self._buffers.append(self._flights.popleft())
-
-    def _drain(self) -> None:
-        while self._flights:
-            self._collect()
-
-    def prefill(self, seat: int, num_tokens: int) -> float:
-        """Seconds for one prompt on a fresh seat."""
-        self._device.seat(
-            seat,
-            SeatParams(
-                sampling=SamplingParams(temperature=0.0), history=np.zeros(0, np.uint32), num_prompt_tokens=0
-            ),
-        )
-        tokens = self._rng.integers(0, self._vocab_size, num_tokens).astype(np.int32)
-        started = time.perf_counter()
-        for first in range(0, num_tokens, self._limits.max_rows):
-            count = min(self._limits.max_rows, num_tokens - first)
-            batch = self._buffers.popleft()
-            batch.num_rows, batch.num_sequences = count, 1
-            batch.token_ids[:count] = tokens[first : first + count]
-            batch.positions[:count] = np.arange(first, first + count)
-            batch.sequence_seats[0] = batch.sample_seats[0] = seat
-            batch.sequence_starts[:2] = 0, count
-            self._set_pages(batch, 0, seat, first + count)
-            batch.num_samples = int(first + count == num_tokens)
-            batch.sample_rows[0] = count - 1
-            self._submit(batch)
-        self._drain()
-        return time.perf_counter() - started
-
-    def decode(self, rows: int, context: int, num_steps: int) -> float:
-        """Seconds for `num_steps` steps of `rows` sequences that hold `context` tokens each."""
-        started = 0.0
-        warm_up = 3
-        for step in range(-warm_up, num_steps):
-            if step == 0:
-                self._drain()
-                started = time.perf_counter()
-            batch = self._buffers.popleft()
-            batch.num_rows = batch.num_sequences = batch.num_samples = rows
-            batch.token_ids[:rows] = PREVIOUS_SAMPLE
-            position = context + warm_up + step
-            batch.positions[:rows] = position
-            batch.sequence_seats[:rows] = batch.sample_seats[:rows] = np.arange(rows)
-            batch.sequence_starts[: rows + 1] = np.arange(rows + 1)
-            batch.sample_rows[:rows] = np.arange(rows)
-            for seat in range(rows):
-                self._set_pages(batch, seat, seat, position + 1)
-            self._submit(batch)
-        self._drain()
-        return time.perf_counter() - started
-
-    def _set_pages(self, batch: StepBatch, index: int, seat: int, num_tokens: int) -> None:
-        count = -(-num_tokens // PAGE_TOKENS)
-        batch.page_tables[index, :count] = self._pages[seat, :count]
+    machine: dict[str, str]
+    tests: str  # the last line of tests/gpu; empty: not run
+    copy_bytes_per_s: float = 0.0
+    left_out: list[str] = []
+    rows: list[Row] = []
 
 
 def open_device(
-    path: Path, kind: str, rows: int, context: int, step_tokens: int, *, batch_invariant: bool
+    path: Path,
+    backend: Backend,
+    *,
+    rows: int,
+    context: int,
+    cache_tokens: int,
+    step_tokens: int,
+    batch_invariant: bool,
 ) -> tuple[Device, Limits]:
     """The device under test, sized for the largest run."""
     settings = Settings(
@@ -160,18 +98,57 @@ def open_device(
         batch_invariant=batch_invariant,
         batched_sessions=rows,
         ctx=context,
-        kv_cache_tokens=rows * -(-context // PAGE_TOKENS) * PAGE_TOKENS,
+        kv_cache_tokens=cache_tokens,
         max_batch_tokens=step_tokens,
     )
-    backend = opening.open_gpu() if kind == "cuda" else _emulator()
     model = ModelFile.open(path)
     return opening.load(settings, model, load_program(model), backend)
 
 
-def _emulator() -> Any:
+def open_backend(kind: str) -> Backend:
+    """The GPU. Raises ConfigError saying what is missing."""
+    if kind == "cuda":
+        return opening.open_gpu()
     from workers.devices.emulator.backend import EmulatorBackend
 
     return EmulatorBackend()
+
+
+def describe(kind: str) -> dict[str, str]:
+    """What is measured. Raises ConfigError where there is no GPU to use."""
+    found = {"device": kind, "python": sys.version.split()[0], "numpy": np.__version__}
+    if kind != "cuda":
+        return found
+    backend, driver = open_backend(kind), probe()
+    import cupy
+
+    runtime, device = cupy.cuda.runtime, cupy.cuda.runtime.getDevice()
+    properties = runtime.getDeviceProperties(device)
+    found |= {
+        "gpu": properties["name"].decode(),
+        "compute_capability": f"{properties['major']}.{properties['minor']}",
+        "multiprocessors": str(properties["multiProcessorCount"]),
+        "memory_mib": str(backend.memory_info()[1] >> 20),
+        "l2_mib": str(properties["l2CacheSize"] >> 20),
+        "driver_cuda": driver.cuda,
+        "runtime_cuda": str(runtime.runtimeGetVersion()),
+        "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
+        "cupy": cupy.__version__,
+        "cublas": str(backend.can_multiply),
+    }
+    backend.close()
+    return found
+
+
+def run_tests() -> str:
+    """The last line of tests/gpu. Raises SystemExit where one fails: figures of wrong results mean nothing."""
+    environment = {**os.environ, "DS4_TEST_GPU": "1"}  # noqa: TID251 - a promise to the tests
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/gpu"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        print(done.stdout, file=sys.stderr)
+        raise SystemExit("tests/gpu fails: nothing is measured (--skip-tests measures all the same)")
+    return done.stdout.strip().splitlines()[-1]
 
 
 def copy_bandwidth(kind: str) -> float:
@@ -180,6 +157,7 @@ def copy_bandwidth(kind: str) -> float:
         return 1e9  # a placeholder: the emulator's speed says nothing
     import cupy
 
+    cupy.cuda.Device().synchronize()
     source = cupy.zeros(1 << 30, cupy.uint8)
     target = cupy.empty_like(source)
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
@@ -191,7 +169,10 @@ def copy_bandwidth(kind: str) -> float:
     end.record()
     end.synchronize()
     seconds = cupy.cuda.get_elapsed_time(start, end) / 1e3
-    return float(2 * source.nbytes * repeats / seconds)
+    moved = 2 * source.nbytes * repeats
+    del source, target
+    cupy.get_default_memory_pool().free_all_blocks()
+    return float(moved / seconds)
 
 
 def weight_bytes(model: ModelFile) -> int:
@@ -203,28 +184,64 @@ def weight_bytes(model: ModelFile) -> int:
     )
 
 
+def cache_tokens(rows: int, context: int, steps: int) -> int:
+    """Tokens of KV cache that a measurement holds."""
+    return rows * -(-(context + steps + WARM_UP + 1) // PAGE_TOKENS) * PAGE_TOKENS
+
+
+def token_bytes(shape: ModelShape) -> int:
+    """Keys and values of one token."""
+    return 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_size
+
+
+def max_cache_tokens(path: Path, backend: Backend, shape: ModelShape) -> int:
+    """For how much KV cache there is room beside the model, with some to spare for buffers."""
+    spare = (1 << 30) if shape.num_layers > TINY.num_layers else 0
+    # Packed weights are a little larger than the file's.
+    free = 0.85 * backend.memory_info()[0] - 1.1 * weight_bytes(ModelFile.open(path)) - spare
+    return max(0, int(free)) // token_bytes(shape)
+
+
+def fitting(
+    rows: Sequence[int], contexts: Sequence[int], steps: int, max_tokens: int
+) -> tuple[list[tuple[int, list[int]]], list[str]]:
+    """(context, its numbers of rows) for a cache of `max_tokens`, and what is left out."""
+    kept: list[tuple[int, list[int]]] = []
+    left_out = []
+    for context in contexts:
+        counts = [count for count in rows if cache_tokens(count, context, steps) <= max_tokens]
+        left_out += [f"{count} rows of {context} tokens: no memory" for count in rows if count not in counts]
+        if counts:
+            kept.append((context, counts))
+    return kept, left_out
+
+
 def measure(
     path: Path,
+    backend: Backend,
     *,
     mix: str,
     shape: ModelShape,
-    kind: str,
-    rows: Sequence[int],
-    contexts: Sequence[int],
+    bandwidth: float,
+    plan: Sequence[tuple[int, list[int]]],
     steps: int,
     batch_invariant: bool = False,
 ) -> Iterator[Row]:
-    """All figures of one model."""
-    bandwidth = copy_bandwidth(kind)
-    model = ModelFile.open(path)
-    weights = weight_bytes(model)
-    longest = max(contexts) + steps + PAGE_TOKENS
-    prompt = min(PREFILL_TOKENS, max(contexts))
-    device, limits = open_device(path, kind, max(rows), longest, prompt, batch_invariant=batch_invariant)
-    kv_bytes = 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_size  # of one token
+    """All figures of one model, for each (context, its numbers of rows) of `plan`."""
+    weights, kv_bytes = weight_bytes(ModelFile.open(path)), token_bytes(shape)
+    prompt = min(PREFILL_TOKENS, max(context for context, _ in plan))
+    device, limits = open_device(
+        path,
+        backend,
+        rows=max(max(counts) for _, counts in plan),
+        context=-(-(max(context for context, _ in plan) + steps + WARM_UP + 1) // PAGE_TOKENS) * PAGE_TOKENS,
+        cache_tokens=max(cache_tokens(max(counts), context, steps) for context, counts in plan),
+        step_tokens=prompt,
+        batch_invariant=batch_invariant,
+    )
     try:
         bench = Bench(device, limits, shape.vocab_size)
-        bench.prefill(0, prompt)  # compiles and warms up
+        bench.prefill(0, prompt)  # warms up
         seconds = min(bench.prefill(0, prompt) for _ in range(3))
         yield Row(
             model=mix,
@@ -236,10 +253,11 @@ def measure(
             step_bytes=weights,
             bandwidth_share=0.0,
         )
-        for context in contexts:
-            for seat in range(max(rows)):
+        for context, counts in plan:
+            bench.lay_out(max(counts), context + steps + WARM_UP + 1)
+            for seat in range(max(counts)):
                 bench.prefill(seat, context)
-            for count in rows:
+            for count in counts:
                 seconds = bench.decode(count, context, steps)
                 read = weights + count * (context + steps // 2) * kv_bytes
                 yield Row(
@@ -251,28 +269,33 @@ def measure(
                     step_ms=seconds / steps * 1e3,
                     step_bytes=read,
                     bandwidth_share=read * steps / seconds / bandwidth,
+                    goal=GOALS.get(count, 0.0),
                 )
     finally:
         device.close()
 
 
 def llama_cpp(
-    program: Path, path: Path, rows: Sequence[int], contexts: Sequence[int], steps: int
+    program: Path, path: Path, plan: Sequence[tuple[int, list[int]]], steps: int
 ) -> dict[tuple[int, int], dict[str, float]]:
-    """What `llama-batched-bench` says of the same file, by (rows, context)."""
+    """What `llama-batched-bench` says of the same file, by (rows, context). Raises CalledProcessError."""
     found: dict[tuple[int, int], dict[str, float]] = {}
-    size = max(rows) * (max(contexts) + steps)
-    done = subprocess.run(
-        [
+    for context, rows in plan:
+        size = (
+            max(rows) * -(-(context + steps) // 256) * 256
+        )  # it rounds each sequence's share to such a multiple
+        command = [
             str(program), "-m", str(path), "-c", str(size), "-b", "2048", "-ub", "2048", "-ngl", "99", "-fa", "on",
-            "-npp", ",".join(map(str, contexts)), "-ntg", str(steps), "-npl", ",".join(map(str, rows)),
-            "--output-format", "jsonl",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    )  # fmt: skip
-    for line in done.stdout.splitlines():
+            "-npp", str(context), "-ntg", str(steps), "-npl", ",".join(map(str, rows)), "--output-format", "jsonl",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found |= _read_lines(done.stdout)
+    return found
+
+
+def _read_lines(text: str) -> dict[tuple[int, int], dict[str, float]]:
+    found: dict[tuple[int, int], dict[str, float]] = {}
+    for line in text.splitlines():
         if line.startswith("{"):
             entry = json.loads(line)
             found[int(entry["pl"]), int(entry["pp"])] = {
@@ -282,50 +305,67 @@ def llama_cpp(
     return found
 
 
-def _report(rows: Sequence[Row], bandwidth: float) -> None:
-    print(f"\ncopy bandwidth {bandwidth / 1e9:.0f} GB/s")
-    print("| model | | rows | context | tokens/s | step ms | GB read | of copy rate | llama.cpp tokens/s |")
-    print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
-    for row in rows:
+def show(report: Report) -> None:
+    """The report as a table."""
+    print(f"\n{', '.join(f'{name} {value}' for name, value in report.machine.items())}")
+    print(f"tests/gpu: {report.tests or 'not run'}")
+    print(f"copy bandwidth {report.copy_bytes_per_s / 1e9:.0f} GB/s")
+    print(
+        "| model | | rows | context | tokens/s | step ms | GB read | of copy rate | goal | llama.cpp tokens/s |"
+    )
+    print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for row in report.rows:
         share = f"{row.bandwidth_share:.0%}" if row.bandwidth_share else ""
+        goal = f"{row.goal:.0%}" if row.goal else ""
         peer = f"{row.llama_cpp_tokens_per_s:.0f}" if row.llama_cpp_tokens_per_s else ""
         print(
             f"| {row.model} | {row.what} | {row.rows} | {row.context} | {row.tokens_per_s:.0f} | "
-            f"{row.step_ms:.2f} | {row.step_bytes / 1e9:.2f} | {share} | {peer} |"
+            f"{row.step_ms:.2f} | {row.step_bytes / 1e9:.2f} | {share} | {goal} | {peer} |"
         )
+    for what in report.left_out:
+        print(f"left out: {what}")
 
 
-def run(arguments: argparse.Namespace, directory: Path) -> list[Row]:
+def run(arguments: argparse.Namespace, directory: Path) -> Report:
+    """Everything, in order."""
+    report = Report(machine=describe(arguments.device), tests="")
+    print(report.machine, file=sys.stderr)
+    if arguments.device == "cuda" and not arguments.skip_tests:
+        report.tests = run_tests()
+        print(f"tests/gpu: {report.tests}", file=sys.stderr)
     shape = TINY if arguments.tiny else ModelShape()
-    report: list[Row] = []
+    report.copy_bytes_per_s = copy_bandwidth(arguments.device)
     for mix in arguments.mixes:
         path = directory / f"{'tiny' if arguments.tiny else 'llama-3.1-8b'}-{mix}.gguf"
         if not path.exists():
             print(f"writing {path}", file=sys.stderr)
             write_shaped_model(path.with_suffix(".part"), shape=shape, mix=mix)
             path.with_suffix(".part").rename(path)
+        backend = open_backend(arguments.device)
+        max_tokens = max_cache_tokens(path, backend, shape)
+        plan, missing = fitting(arguments.rows, arguments.contexts, arguments.steps, max_tokens)
+        report.left_out += [f"{mix}: {what}" for what in missing]
+        if not plan:
+            continue
         peer = {}
         if arguments.llama_batched_bench:
-            peer = llama_cpp(
-                arguments.llama_batched_bench,
-                path,
-                arguments.rows,
-                arguments.contexts,
-                arguments.steps,
-            )
+            try:
+                peer = llama_cpp(arguments.llama_batched_bench, path, plan, arguments.steps)
+            except subprocess.CalledProcessError as error:
+                report.left_out.append(f"{mix}: llama.cpp failed: {error.stderr.strip().splitlines()[-1:]}")
         for row in measure(
             path,
+            backend,
             mix=mix,
             shape=shape,
-            kind=arguments.device,
-            rows=arguments.rows,
-            contexts=arguments.contexts,
+            bandwidth=report.copy_bytes_per_s,
+            plan=plan,
             steps=arguments.steps,
             batch_invariant=arguments.batch_invariant,
         ):
             speed = peer.get((row.rows, row.context), {}).get(row.what, 0.0)
             row = msgspec.structs.replace(row, llama_cpp_tokens_per_s=speed)
-            report.append(row)
+            report.rows.append(row)
             print(row, file=sys.stderr)
     return report
 
@@ -338,6 +378,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.gpu")
     parser.add_argument("--device", choices=("cuda", "emulator"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape, to test this program")
+    parser.add_argument("--skip-tests", action="store_true", help="measure without running tests/gpu first")
     parser.add_argument("--mixes", type=lambda text: text.split(","), default=list(MIXES))
     parser.add_argument("--rows", type=_numbers, default=[1, 8, 32, 64, 128])
     parser.add_argument("--contexts", type=_numbers, default=[512, 2048])
@@ -353,11 +394,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
-    with tempfile.TemporaryDirectory() as temporary:
-        report = run(arguments, arguments.directory or Path(temporary))
-    _report(report, copy_bandwidth(arguments.device))
+    try:
+        with tempfile.TemporaryDirectory() as temporary:
+            report = run(arguments, arguments.directory or Path(temporary))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     if arguments.json:
-        arguments.json.write_bytes(msgspec.json.encode(report))
+        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    show(report)
     return 0
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from ds4.model_file import ModelFile
-from tests.benchmarks.gpu import TINY, main
+from tests.benchmarks.gpu import TINY, fitting, llama_cpp, main
 from tests.support.shaped_model import ModelShape, write_shaped_model
+from workers.devices.cuda.driver import probe
 from workers.devices.emulator.compiler import compiler
 from workers.model.program import Tensor
 from workers.model.registry import load_program
@@ -19,7 +20,7 @@ def test_it_reports_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[s
     report = tmp_path / "report.json"
     arguments = ["--device", "emulator", "--tiny", "--mixes", mix, "--rows", "1,3", "--contexts", "20,40"]
     assert main([*arguments, "--steps", "4", "--directory", str(tmp_path), "--json", str(report)]) == 0
-    rows = json.loads(report.read_bytes())
+    rows = json.loads(report.read_bytes())["rows"]
     assert [(row["what"], row["rows"], row["context"]) for row in rows] == [
         ("prefill", 1, 40),
         *(("decode", count, context) for context in (20, 40) for count in (1, 3)),
@@ -32,6 +33,39 @@ def test_it_reports_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert read[0] < read[1]
     assert read[0] < read[2] < read[3]
     assert f"| {mix} | decode | 3 | 40 |" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_left_out_by_name() -> None:
+    plan, left_out = fitting([1, 8, 32], [512, 2048], 64, max_tokens=8 * 600)
+    assert plan == [(512, [1, 8]), (2048, [1])]
+    assert left_out == [
+        "32 rows of 512 tokens: no memory",
+        "8 rows of 2048 tokens: no memory",
+        "32 rows of 2048 tokens: no memory",
+    ]
+
+
+@pytest.mark.skipif(not probe().problem, reason="there is a GPU")
+def test_without_a_gpu_it_says_so_and_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 1
+    assert capsys.readouterr().err.startswith("error: no usable GPU: ")
+
+
+def test_the_peers_figures_are_read_from_its_json_lines(tmp_path: Path) -> None:
+    """The lines are those of llama-batched-bench, build of August 2026."""
+    program = tmp_path / "llama-batched-bench"
+    line = '{"n_kv_max": 768, "pp": $npp, "tg": 4, "pl": 3, "n_kv": 72, "speed_pp": 38.4, "speed_tg": 58.9}'
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/arguments\necho llama_context: n_ctx_seq\n'
+        f"while [ $1 != -npp ]; do shift; done; npp=$2\ncat <<END\n{line}\nEND\n"
+    )
+    program.chmod(0o755)
+    found = llama_cpp(program, tmp_path / "model.gguf", [(20, [1, 3]), (300, [3])], 4)
+    assert found == {(3, context): {"decode": 58.9, "prefill": 38.4} for context in (20, 300)}
+    first, second = (tmp_path / "arguments").read_text().splitlines()
+    assert "-c 768 " in first
+    assert "-npp 20 -ntg 4 -npl 1,3 " in first
+    assert "-c 1536 " in second
 
 
 def test_the_models_are_of_the_shape_and_mix_that_they_say(tmp_path: Path) -> None:
