@@ -42,7 +42,8 @@ def agreeing_sizes(
         bits = []
         for probe in probes:
             result = multiply(np.tile(probe, (size, 1))).reshape(size, -1)
-            if not (result == result[0]).all():
+            result[np.isnan(result)] = np.nan  # damaged weights: one NaN for all
+            if not np.array_equal(result, np.broadcast_to(result[0], result.shape), equal_nan=True):
                 break
             bits.append(result[0].tobytes())
         else:

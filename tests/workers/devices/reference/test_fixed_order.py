@@ -89,3 +89,11 @@ def test_a_row_has_the_same_bits_alone_and_in_every_batch(outputs: int, inputs: 
     np.testing.assert_allclose(together, rows @ weight.T, rtol=1e-4, atol=1e-3)
     for start, count in ((0, 1), (399, 1), (7, 2), (100, 31), (3, 33), (200, 64), (17, 300)):
         np.testing.assert_array_equal(multiply(rows[start : start + count]), together[start : start + count])
+
+
+def test_damaged_weights_are_no_reason_to_fail() -> None:
+    weight = WEIGHT.copy()
+    weight[1, 5] = np.nan
+    assert agreeing_sizes(lambda x: forward(weight, x), 100) == agreeing_sizes(
+        lambda x: forward(WEIGHT, x), 100
+    )
