@@ -56,6 +56,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str | None = None
     tool_calls: list[Any] | None = None
     tool_call_id: str | None = None
+    function_call: Any = None  # what `tool_calls` was before
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
@@ -295,6 +296,11 @@ def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
     }
     if message.tool_calls:
         out["tool_calls"] = checked_tool_calls(f"{param}.tool_calls", message.tool_calls)
+    elif message.function_call is not None:
+        call = {"id": f"call_{index}", "function": message.function_call}
+        out["tool_calls"] = checked_tool_calls(f"{param}.function_call", [call])
+    elif message.role == "function":  # the result of the call in the message before
+        out |= {"role": "tool", "tool_call_id": message.tool_call_id or f"call_{index - 1}"}
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
     more = {"name": message.name, "reasoning_content": reasoning, "tool_call_id": message.tool_call_id}
     return out | {name: value for name, value in more.items() if value is not None}

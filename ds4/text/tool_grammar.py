@@ -102,7 +102,7 @@ def _closed(schema: Any, depth: int = 0) -> Any:
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH or _COMPOSING & schema.keys():
         return schema
     out = dict(schema)
-    if isinstance(properties := out.get("properties"), Mapping) and properties:
+    if isinstance(properties := out.get("properties"), Mapping):
         out["properties"] = {name: _closed(each, depth + 1) for name, each in properties.items()}
         out.setdefault("additionalProperties", False)
     if isinstance(out.get("items"), Mapping):

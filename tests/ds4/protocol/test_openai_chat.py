@@ -148,3 +148,20 @@ def test_reasoning_in_the_history_has_two_names() -> None:
     for name in ("reasoning", "reasoning_content"):
         (message,) = _messages({"role": "assistant", "content": "x", name: "why"})
         assert message["reasoning_content"] == "why"
+
+
+def test_calls_in_their_old_form_are_calls() -> None:
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": "{}"}},
+        {"role": "function", "name": "look", "content": "a wall"},
+    ]
+    _, call, result = template_messages(decode_chat(msgspec.json.encode({"messages": messages})).messages)
+    assert call["tool_calls"] == [
+        {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    ]
+    assert result == {"role": "tool", "tool_call_id": "call_1", "name": "look", "content": "a wall"}
+    messages[1]["function_call"] = {"arguments": "{}"}
+    with pytest.raises(RequestError) as caught:
+        template_messages(decode_chat(msgspec.json.encode({"messages": messages})).messages)
+    assert caught.value.param == "messages[1].function_call[0].function.name"

@@ -142,6 +142,14 @@ def test_a_call_has_no_arguments_that_the_tool_does_not_name(seed: int) -> None:
     assert call["arguments"]["box"].keys() == {"a"}
 
 
+def test_a_tool_without_parameters_is_called_with_none() -> None:
+    tools = [
+        {"type": "function", "function": {"name": "go", "parameters": {"type": "object", "properties": {}}}}
+    ]
+    lark = grammar_for_tools(tools, None, PLAIN, is_parallel=False, control_ids=CONTROL_IDS)
+    assert json.loads(random_output(grammar_of(GrammarSource("grammar", lark)), 1))["arguments"] == {}
+
+
 def test_a_schema_that_asks_for_other_arguments_gets_them() -> None:
     opened = {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "integer"}}
     composed = {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}], "properties": {"c": {}}}

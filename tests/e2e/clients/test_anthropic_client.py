@@ -1,7 +1,7 @@
 """The Anthropic Python client against a real server."""
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import anthropic
 import pytest
@@ -83,3 +83,44 @@ def test_errors_are_the_exceptions_that_programs_catch(client: anthropic.Anthrop
         client.messages.create(
             model="m", max_tokens=5, messages=[{"role": "user", "content": "word " * 30_000}]
         )
+
+
+@pytest.mark.parametrize("is_beta", [False, True])
+def test_a_forced_call_streams_and_its_result_is_taken(client: anthropic.Anthropic, is_beta: bool) -> None:
+    """The SDK's own loop: it adds the deltas up to a call with an input, which then goes back."""
+    messages: Any = client.beta.messages if is_beta else client.messages
+    asked = {"model": "m", "max_tokens": 300, "tools": _TOOLS}
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    with messages.stream(**asked, messages=_USER, tool_choice=choice) as stream:
+        kinds = [event.type for event in stream]
+        answer = stream.get_final_message()
+    assert "input_json" in kinds
+    assert answer.stop_reason == "tool_use"
+    (call,) = answer.content
+    assert (call.type, call.name) == ("tool_use", "look")
+    assert isinstance(call.input, dict)
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "a wall", "is_error": False}
+    history = [
+        *_USER,
+        {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in answer.content]},
+        {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]},
+    ]
+    assert messages.create(**asked, messages=history).usage.output_tokens > 0
+
+
+def test_thinking_of_a_model_that_does_not_is_refused_and_adaptive_taken(client: anthropic.Anthropic) -> None:
+    asked: Any = {"model": "m", "max_tokens": 2000, "messages": _USER}
+    with pytest.raises(anthropic.BadRequestError, match=r"thinking: .*leave it out"):
+        client.messages.create(**asked, thinking={"type": "enabled", "budget_tokens": 1024})
+    asked["max_tokens"] = 5
+    assert client.messages.create(**asked, thinking={"type": "adaptive"}).usage.output_tokens <= 5
+
+
+def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
+    asked: Any = {"model": "m", "max_tokens": 40, "messages": _USER, "extra_body": {"temperature": 0}}
+    said = client.messages.create(**asked).content[0]
+    assert said.type == "text"
+    stop = said.text[5:8]
+    stopped = client.messages.create(**asked, stop_sequences=[stop])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
+    assert stopped.content[0].to_dict()["text"] == said.text[: said.text.index(stop)]
