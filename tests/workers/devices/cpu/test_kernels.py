@@ -10,6 +10,7 @@ pytest.importorskip("numba", reason="the CPU engine needs numba")
 from ds4.model_file import GgmlType
 from tests.workers.devices.cpu.rig import Kernels, can_run
 from tests.workers.devices.cpu.test_blocks import random_rows
+from workers.devices.cpu import target as target_module
 from workers.devices.cpu.blocks import runtime_kind
 from workers.devices.cpu.emit import ADDRESS, Emitter, Library, Value
 from workers.devices.cpu.formats import (
@@ -233,3 +234,12 @@ def test_halves_survive_a_round_trip(isa: Isa) -> None:
         between = wide * np.float32(1 + 2**-11) + np.float32(1e-9)
         kernels.call(kernels.names[1], between.ctypes.data, back.ctypes.data)
         assert np.array_equal(back, np.clip(between, -65504, 65504).astype(np.float16))
+
+
+@pytest.mark.parametrize(("granted", "expected"), [(True, Isa.AMX), (False, Isa.AVX512_VNNI)])
+def test_tile_registers_need_the_kernels_permission(
+    granted: bool, expected: Isa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target_module, "_may_use_tiles", lambda: granted)
+    features = {"amx-tile", "amx-int8", "avx512f", "avx512bw", "avx512vl", "avx512vnni", "f16c", "fma"}
+    assert target_module._best_isa("x86_64-unknown-linux-gnu", features) is expected
