@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +51,7 @@ _log = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.05  # between attempts to hand a resumed request to a worker that is there but full
 _MAX_RETRY_AFTER_S: Final = 60
+WORKER_GAP_S: Final = 5.0  # between two workers, so long that most are not noticed by who comes then
 # Endings after which the same request can succeed on the next worker.
 _WORKER_LOST: Final = frozenset({ErrorCode.DEVICE, ErrorCode.SHUTTING_DOWN})
 _QUARANTINED: Final = "the worker crashed each time it worked on this request, which is not tried again"
@@ -173,6 +175,16 @@ class EngineClient:
         if self.ring.worker_state is not WorkerState.READY:
             return "the worker is loading or draining"
         return None
+
+    async def wait_worker(self) -> None:
+        """Until a worker takes requests, but not for long: a successor comes soon, or it may be a while."""
+        until_s = WORKER_GAP_S + (time.monotonic() if self.ring.attached else self.ring.lost_s)
+        while not self._has_ready_worker and not self.draining and time.monotonic() < until_s:  # noqa: ASYNC110
+            await asyncio.sleep(_RETRY_S)
+
+    @property
+    def _has_ready_worker(self) -> bool:
+        return self.ring.attached and self.ring.worker_state is WorkerState.READY
 
     def generate(
         self,

@@ -90,6 +90,7 @@ class Exchange:
         self._is_preparing = True
         self.state.engine.preparing(+1)
         result = await self.state.compute(len(body), lambda: work(body))
+        await self.state.engine.wait_worker()
         if self.gone:
             raise ClientGoneError
         return result

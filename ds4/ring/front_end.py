@@ -70,6 +70,7 @@ class FrontEndRing:
         self._pulse = 0  # the worker process's, as last seen
         self._pulse_s = 0.0  # when it last changed
         self.num_wakes = 0  # bells answered
+        self.lost_s = time.monotonic()  # since when there is no worker, where none is attached
 
     # -- coming and going
 
@@ -319,6 +320,7 @@ class FrontEndRing:
     def _lose(self, reason: str, *, crashed: bool = False) -> None:
         channel, self._channel = self._channel, None
         self._ready.clear()
+        self.lost_s = time.monotonic()
         if channel is not None:
             _log.info("detached: %s; open_requests=%d", reason, channel.num_open)
             channel.close(reason, crashed=crashed, is_explained=crashed and self._is_turn_taken)

@@ -100,6 +100,19 @@ def test_siblings_that_do_not_all_fit_are_all_given_back(tmp_path: Path) -> None
     with_front(tmp_path, scenario, slots_per_front_end=2, worker={"slots_per_front_end": 2})
 
 
+def test_who_comes_between_two_workers_waits_for_the_next(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        assert front.worker is not None
+        front.worker.stop()
+        await until(lambda: not front.state.engine.ready)
+        waiting = asyncio.ensure_future(front.chat())
+        await until(lambda: front.state.engine.num_preparing == 1)
+        front.start_worker("hello world")
+        assert (await waiting).status_code == 200
+
+    with_front(tmp_path, scenario)
+
+
 def test_without_a_worker_requests_are_503_and_the_rest_still_answers(tmp_path: Path) -> None:
     async def scenario(front: Front) -> None:
         response = await front.chat()
