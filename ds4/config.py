@@ -308,8 +308,8 @@ TABLE: Final[tuple[Setting, ...]] = (
     ),
     Setting(
         name="api_key_file",
-        help="file with one key per line, read at start, each with its limits where it has any: "
-        "KEY name=alice weight=2 max_concurrent=8 tokens_per_minute=60000",
+        help="file with one key per line, read at start and at `ds4-server reload`, each with its limits where "
+        "it has any: KEY name=alice weight=2 max_concurrent=8 tokens_per_minute=60000",
     ),
     Setting(
         name="cache_isolation",
