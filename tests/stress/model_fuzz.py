@@ -49,7 +49,8 @@ from tests.support.gguf_pieces import (
 from tests.support.tiny_model import TinyShape, write_tiny_model
 from workers.devices.registry import open_device
 
-CASE_S: Final = 60  # of one case; a good file takes a tenth of a second
+CASE_S: Final = 30  # of one case on the processor; a good file takes a tenth of a second
+HANG_S: Final = 600  # of one case by the clock: it sleeps for ever
 MAX_GROWTH_BYTES: Final = 2 << 30  # of memory, over all cases: a template may make values of 64 Mi characters
 WHOLE: Final = (0, 1, 2, 3, 5, 7, 31, 33, 255, 1 << 15, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)
 LONG: Final = (*WHOLE, 1 << 32, (1 << 62) + 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
@@ -301,11 +302,13 @@ def _child(base: bytes, first: int, until_s: float, device: str, path: Path, out
     while time.monotonic() < until_s:
         os.write(out, f"{number}\n".encode())
         path.write_bytes(case(base, number))
-        signal.alarm(CASE_S)  # its default is to end the process
+        signal.setitimer(signal.ITIMER_PROF, CASE_S)  # both signals end the process
+        signal.alarm(HANG_S)
         try:
             result = "worked" if try_file(path, device) else "refused"
         except Exception:  # noqa: BLE001 - that is what is looked for
             result = "raised " + " | ".join(traceback.format_exc().splitlines()[-5:])
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(0)
         if _resident_bytes() > most:
             result, most = f"took {_resident_bytes() >> 20} MiB", _resident_bytes() + MAX_GROWTH_BYTES
