@@ -11,7 +11,7 @@ from tests.support.raw_http import Answer
 @pytest.mark.stress
 @pytest.mark.e2e
 def test_blows_lose_no_stream_and_leak_nothing() -> None:
-    outcome = strike(Plan(seconds=60.0, streams=64, seed=5))
+    outcome = strike(Plan(seconds=60.0, streams=32, seed=5))
     assert outcome.faults == []
     assert outcome.counts["exact"] > 0
     assert sum(outcome.blows.values()) > 3
