@@ -18,7 +18,8 @@ from workers.sequence import Sequence
 class CompilingQueue:
     """Owned by the engine. `wake` is called from another thread when a grammar is ready.
 
-    `fast_forwards`: tokens that a grammar forces may be taken without a draw.
+    `fast_forwards`: tokens that a grammar forces may be taken without a draw. Not with a device that runs a
+    step ahead: it has queued the next draw before it is known what is forced.
     """
 
     def __init__(

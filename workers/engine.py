@@ -116,7 +116,6 @@ class Engine:
         self._admission = admission
         self._window = window
         self._metrics = metrics
-        # A device that runs a step ahead has queued the next draw before it is known what was forced.
         self._compiling = CompilingQueue(grammars, ring.wake, fast_forwards=runner.pipeline_depth == 0)
         self._tuning = tuning
         self._drain_timeout_s = drain_timeout_s

@@ -5,7 +5,7 @@ Source: the OpenAI API reference; extensions (top_k, min_p, repetition_penalty, 
 min_tokens, ignore_eos) are spelt as vLLM and llama-server spell them.
 
 A field nobody declares is ignored; a declared field that would change the output and is not honoured
-is refused by name (`_REFUSED`). Nothing is accepted without effect.
+is refused by name (ds4/protocol/refused.py). Nothing is accepted without effect.
 """
 
 import logging
@@ -26,7 +26,8 @@ from ds4.generation import (
     GenerationRequest,
     SamplingParams,
 )
-from ds4.protocol.structured import Structure, StructureFields, structure_of
+from ds4.protocol.refused import RefusedFields, refuse_unsupported
+from ds4.protocol.structured import Structure, structure_of
 
 _log = logging.getLogger(__name__)
 
@@ -39,63 +40,6 @@ _TEMPERATURES: Final = (0.0, 100.0)
 _SHARES: Final = (0.0, 1.0)  # top_p, min_p
 _PENALTIES: Final = (0.01, 100.0)
 
-# Declared fields that would change the output, and the values at which they do not. None never does.
-_REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
-    "adaptive_target": (-1, -1.0),
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "detokenize": (True,),
-    "documents": ([],),
-    "dry_multiplier": (0, 0.0),
-    "dynatemp_range": (0, 0.0),
-    "ebnf": ("",),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_whitespace_pattern": ("",),
-    "image_data": ([],),
-    "include_reasoning": (True,),
-    "length_penalty": (1, 1.0),
-    "logits_processors": ([],),
-    "lora": ([],),
-    "max_new_tokens": (),
-    "min_keep": (0, 1),
-    "min_length": (0,),
-    "mirostat": (0,),
-    "modalities": (["text"], []),
-    "n_indent": (0,),
-    "n_probs": (0,),
-    "num_beams": (1,),
-    "parse_tool_calls": (True,),
-    "post_sampling_probs": (False,),
-    "prompt_logprobs": (),
-    "reasoning_format": ("auto", "deepseek"),
-    "regex": ("",),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "samplers": ([],),
-    "skip_special_tokens": (True,),
-    "stop_regex": ("", []),
-    "suffix": ("",),
-    "t_max_predict_ms": (0, -1),
-    "tfs_z": (1, 1.0),
-    "thinking": (False, {"type": "disabled"}),
-    "thinking_forced_open": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_a": (0, 0.0),
-    "top_n_sigma": (-1, -1.0, 0, 0.0),
-    "truncate_prompt_tokens": (),
-    "typical_p": (1, 1.0),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    "xtc_probability": (0, 0.0),
-}
-
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`stream_options`."""
@@ -103,7 +47,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool | None = None
 
 
-class GenerationFields(StructureFields, frozen=True, kw_only=True):
+class GenerationFields(RefusedFields, frozen=True, kw_only=True):
     """The body fields of every OpenAI route that generates. Built by decoding only."""
 
     model: str | None = None
@@ -130,61 +74,6 @@ class GenerationFields(StructureFields, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-
-    # Refused where they would change the output; see _REFUSED.
-    adaptive_target: Any = None
-    allowed_token_ids: Any = None
-    audio: Any = None
-    bad_words: Any = None
-    chat_template: Any = None
-    continue_final_message: Any = None
-    detokenize: Any = None
-    documents: Any = None
-    dry_multiplier: Any = None
-    dynatemp_range: Any = None
-    ebnf: Any = None
-    echo: Any = None
-    function_call: Any = None
-    functions: Any = None
-    guided_whitespace_pattern: Any = None
-    image_data: Any = None
-    include_reasoning: Any = None
-    length_penalty: Any = None
-    logits_processors: Any = None
-    lora: Any = None
-    max_new_tokens: Any = None
-    min_keep: Any = None
-    min_length: Any = None
-    mirostat: Any = None
-    modalities: Any = None
-    n_indent: Any = None
-    n_probs: Any = None
-    num_beams: Any = None
-    parse_tool_calls: Any = None
-    post_sampling_probs: Any = None
-    prompt_logprobs: Any = None
-    reasoning_format: Any = None
-    regex: Any = None
-    return_token_ids: Any = None
-    return_tokens_as_token_ids: Any = None
-    samplers: Any = None
-    skip_special_tokens: Any = None
-    stop_regex: Any = None
-    suffix: Any = None
-    t_max_predict_ms: Any = None
-    tfs_z: Any = None
-    thinking: Any = None
-    thinking_forced_open: Any = None
-    tool_choice: Any = None
-    tools: Any = None
-    top_a: Any = None
-    top_n_sigma: Any = None
-    truncate_prompt_tokens: Any = None
-    typical_p: Any = None
-    use_beam_search: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
-    xtc_probability: Any = None
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -307,22 +196,6 @@ def decode_body(decoder: "msgspec.json.Decoder[_T]", body: bytes) -> _T:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise RequestError("the body is nested too deeply", code="invalid_json") from None
-
-
-def refuse_unsupported(fields: GenerationFields, honoured: Collection[str] = ()) -> None:
-    """Raises RequestError for a field that would change the output and has no effect here.
-
-    `honoured`: those that the route takes itself.
-    """
-    for name, neutral in _REFUSED.items():
-        value = getattr(fields, name) if name not in honoured else None
-        # The type too: False must not pass where 0 is neutral.
-        if value is not None and not any(value == each and type(value) is type(each) for each in neutral):
-            raise RequestError(
-                f"{name} is not supported by this server; leave it out",
-                param=name,
-                code="unsupported_parameter",
-            )
 
 
 def make_plan(
