@@ -1,192 +1,207 @@
 """Ten times more clients than a server has room for, with slow, idle and hostile ones among them.
 
     python -m tests.stress.overload --seconds 60 --idle 5000
+    python -m tests.stress.overload --model smollm2-135m --device cpu
 
-Peak: as many clients as there are slots. Overload: ten times as many, each coming back after the time
-the server told it. In both, some clients read slowly, some open connections and say nothing, some send
-a byte a second. Every answer must be whole or an honest refusal, memory bounded, and the server as quick
-as before right after. Figures are printed; clients and server share this machine's cores.
+Four phases with the same company (slow readers, idle connections, a byte a second): *peak*, as many clients
+as there are slots; *polite*, ten times as many, each coming back after the time it was told; *rude*, ten
+times as many that come back at once; *calm*, as many as there are slots again. Every answer must be whole
+or an honest refusal, goodput and the time between two tokens stay near those of the peak, memory bounded,
+and the server as quick as before right after. Figures are printed. Clients and server share this machine's
+cores, and rude clients take theirs from the server: their cost is in the figures too.
 """
 
 import argparse
 import asyncio
-import contextlib
 import os
+import re
 import resource
 import signal
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import httpx
 import msgspec
+import uvloop
 
+from ds4.models import resolve_model
 from tests.stress.chaos import resident_bytes
-from tests.support.raw_http import Answer, chat
+from tests.support.flood import Caller, Idler, Tally, http_post, read_slowly
+from tests.support.raw_http import chat
 from tests.support.server import Server, chat_request, serving
 from tests.support.tiny_model import TinyShape, write_tiny_model
 
-MAX_GROWTH_BYTES: Final = (
-    128 << 20
-)  # of a process: 5,000 connections and all buffers, and nothing without end
+# Of a process: 5,000 connections and all buffers, and nothing without end.
+MAX_GROWTH_BYTES: Final = 128 << 20
 TOKENS: Final = 32
+_PATH: Final = "/v1/chat/completions"
+_GENERATED: Final = re.compile(r"^ds4_generation_tokens_total (\S+)$", re.MULTILINE)
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """One run."""
+    """One run. `seconds` are those of an overloaded phase; the others take half of it."""
 
     seconds: float
     idle: int
-    slots: int = 16
+    model: str = ""  # a tiny one
+    device: str = "reference"
+    sessions: int = 32
+    slots: int = 32
     front_ends: int = 2
     factor: int = 10
     slow: int = 8
     dribbling: int = 32
 
 
+class Phase(msgspec.Struct):
+    """What the clients of one phase saw. Percentiles in milliseconds."""
+
+    name: str
+    clients: int
+    tokens_per_s: float
+    whole: int
+    refused: int
+    between_tokens_ms: dict[str, float]
+    first_token_ms: dict[str, float]
+    refusal_ms: dict[str, float]
+    cpu_percent: dict[str, int]  # of one core, for each process of the server, and of all clients
+
+
 class Outcome(msgspec.Struct):
     """What was measured. `faults` is empty when every promise held."""
 
-    peak_tokens_per_s: float
-    overload_tokens_per_s: float
-    counts: dict[str, int]
-    longest_gap_s: float
+    phases: list[Phase]
     recovery_s: float
     idle_open: int
-    growth_bytes: dict[str, int]
+    resident_mib: dict[str, list[int]]  # of each process: before and after
     faults: list[str]
 
 
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    if not ordered:
+        return {}
+    at = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    return {name: round(1000 * ordered[int(part * (len(ordered) - 1))], 1) for name, part in at.items()}
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class Load:
-    """Clients of one server, and what they saw."""
+    """One server under load, phase after phase."""
 
     def __init__(self, server: Server, plan: Plan) -> None:
-        self.port = server.port
+        self.server = server
         self.plan = plan
-        self.counts: Counter[str] = Counter()
         self.faults: list[str] = []
-        self.num_tokens = 0
-        self.stopping = False
+        self.processes = {"supervisor": server.process.pid, "worker": server.worker()}
+        self.processes |= {f"front-{index}": pid for index, pid in enumerate(server.front_ends())}
 
-    async def client(self, seed: int) -> None:
-        """One polite client: comes back when it was told to."""
-        body = chat_request(f"hello {seed}", TOKENS, seed=seed, temperature=0.7)
-        while not self.stopping:
-            answer = await chat(self.port, body)
-            self.judge(answer)
-            if answer.is_refused:
-                await asyncio.sleep(answer.retry_after_s)
+    async def _generated(self) -> float:
+        """Tokens the worker has made so far, by its own count: each goes to an answer that must be whole."""
+        async with httpx.AsyncClient(timeout=60) as client:
+            found = _GENERATED.search((await client.get(f"{self.server.url}/metrics")).text)
+        assert found is not None
+        return float(found[1])
 
-    def judge(self, answer: Answer) -> None:
-        """Whole, or refused with a time to come back; nothing between."""
-        if answer.is_done and not answer.error:
-            self.counts["whole"] += 1
-            self.num_tokens += TOKENS
-        elif answer.status == 429 and answer.retry_after_s >= 1:
-            self.counts["429"] += 1
-        elif not self.stopping:
-            self.faults.append(f"neither whole nor an honest refusal: {answer}")
-
-    async def run(self, num_clients: int, seconds: float) -> float:
-        """Tokens of whole answers in a second."""
-        self.stopping, self.num_tokens = False, 0
-        clients = [asyncio.ensure_future(self.client(seed)) for seed in range(num_clients)]
-        began_s = time.monotonic()
+    async def phase(self, name: str, num_polite: int, num_rude: int, seconds: float) -> Phase:
+        """Run one."""
+        tally = Tally()
+        requests = [
+            http_post(_PATH, chat_request(f"hello {seed}", TOKENS, seed=seed, temperature=0.7, stream=True))
+            for seed in range(num_polite + num_rude)
+        ]
+        callers = [
+            Caller(self.server.port, request, tally, is_rude=seed >= num_polite)
+            for seed, request in enumerate(requests)
+        ]
+        clients = {**self.processes, "clients": os.getpid()}
+        used = {who: _cpu_s(pid) for who, pid in clients.items()}
+        began_s, before = time.monotonic(), await self._generated()
+        await asyncio.gather(*(caller.connect() for caller in callers))
         await asyncio.sleep(seconds)
-        rate = self.num_tokens / (time.monotonic() - began_s)
-        self.stopping = True
-        for client in clients:  # those that wait to come back do not
-            client.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
-        return rate
+        tokens, took_s = await self._generated() - before, time.monotonic() - began_s
+        shares = {who: round(100 * (_cpu_s(pid) - used[who]) / took_s) for who, pid in clients.items()}
+        tally.stopping = True
+        for caller in callers:
+            caller.hang_up()
+        self.faults += [f"{name}: {fault}" for fault in tally.faults]
+        return Phase(
+            name=name,
+            clients=len(callers),
+            tokens_per_s=round(tokens / took_s, 1),
+            whole=tally.counts["whole"],
+            refused=tally.counts["429"],
+            between_tokens_ms=_percentiles(tally.gaps_s),
+            first_token_ms=_percentiles(tally.first_s),
+            refusal_ms=_percentiles(tally.refused_s),
+            cpu_percent=shares,
+        )
 
-    async def longest_gap(self, stop: asyncio.Event) -> float:
-        """The longest silence inside a stream that runs beside all that."""
-        longest = 0.0
-        body = chat_request("probe", 200, seed=1)
-        while not stop.is_set():
-            answer = Answer()
-            running = asyncio.ensure_future(chat(self.port, body, answer=answer))
-            seen, since_s = 0, time.monotonic()
-            while not running.done():
-                await asyncio.sleep(0.02)
-                if answer.num_events != seen:
-                    if seen > 1:
-                        longest = max(longest, time.monotonic() - since_s)
-                    seen, since_s = answer.num_events, time.monotonic()
-            if not answer.is_done:
-                await asyncio.sleep(0.5)
-        return longest
-
-    async def slow_reader(self, stop: asyncio.Event) -> None:
-        """Reads so slowly that its stream has to wait for it."""
-        while not stop.is_set():
-            await chat(self.port, chat_request("slow", 1000, seed=2), pause_s=0.5)
-            await asyncio.sleep(0.5)
-
-    async def dribble(self) -> None:
-        """One byte a second."""
-        with contextlib.suppress(OSError):
-            _, writer = await asyncio.open_connection("127.0.0.1", self.port)
-            with contextlib.closing(writer):
-                for byte in b"POST /v1/chat/completions HTTP/1.1\r\nx-slow: " + b"a" * 100_000:
-                    writer.write(bytes((byte,)))
-                    await writer.drain()
-                    await asyncio.sleep(1.0)
-
-
-async def _idle(port: int, count: int) -> list[asyncio.StreamWriter]:
-    writers = []
-    for _ in range(count):
-        try:
-            writers.append((await asyncio.open_connection("127.0.0.1", port))[1])
-        except OSError:
-            break
-    return writers
+    async def recovery_s(self) -> float:
+        """How long until a request is served, from now on."""
+        began_s = time.monotonic()
+        while not (answer := await chat(self.server.port, chat_request("hello", 1))).is_done:
+            if time.monotonic() - began_s > 60:
+                self.faults.append(f"no recovery: {answer}")
+                break
+            await asyncio.sleep(0.02)
+        return time.monotonic() - began_s
 
 
 async def measure(server: Server, plan: Plan) -> Outcome:
-    """Peak, overload, recovery."""
-    load = Load(server, plan)
+    """All phases."""
+    load, company = Load(server, plan), Tally()
     capacity = plan.slots * plan.front_ends
-    await load.run(capacity, plan.seconds / 6)  # warm
-    before = {pid: resident_bytes(pid) for pid in (server.process.pid, *server.children())}
-    idle = await _idle(server.port, plan.idle)
-    stop = asyncio.Event()
-    probe = asyncio.ensure_future(load.longest_gap(stop))
-    others = [asyncio.ensure_future(load.slow_reader(stop)) for _ in range(plan.slow)]
-    others += [asyncio.ensure_future(load.dribble()) for _ in range(plan.dribbling)]
-    # The company is the same in both: slow readers hold slots too.
-    peak = await load.run(capacity, plan.seconds / 2)
-    load.counts.clear()
-    overload = await load.run(plan.factor * capacity, plan.seconds)
-    stop.set()
-    for task in others:
-        task.cancel()
-    began_s = time.monotonic()
-    while not (answer := await chat(server.port, chat_request("hello", 1))).is_done:
-        if time.monotonic() - began_s > 60:
-            load.faults.append(f"no recovery: {answer}")
-            break
-        await asyncio.sleep(0.02)
-    recovery_s = time.monotonic() - began_s
-    longest_gap_s = await probe
-    growth = {f"{pid}": resident_bytes(pid) - size for pid, size in before.items()}
-    load.faults += [
-        f"process {pid} grew by {size}" for pid, size in growth.items() if size > MAX_GROWTH_BYTES
+    many = plan.factor * capacity
+    await load.phase("warm", capacity, 0, plan.seconds / 6)
+    before = {who: resident_bytes(pid) for who, pid in load.processes.items()}
+    dribble = b"POST /v1/chat/completions HTTP/1.1\r\nx-slow: " + b"a" * 100_000
+    idlers = [Idler(server.port, company) for _ in range(plan.idle)]
+    idlers += [Idler(server.port, company, dribble) for _ in range(plan.dribbling)]
+    for idler in idlers:
+        await idler.connect()
+    # Far more than fits in the buffers between us.
+    much = chat_request("slow", 1000, seed=2, stream=True, logprobs=True, top_logprobs=20)
+    slow = [
+        asyncio.ensure_future(read_slowly(server.port, http_post(_PATH, much), company))
+        for _ in range(plan.slow)
     ]
-    for writer in idle:
-        writer.close()
+    phases = [
+        await load.phase("peak", capacity, 0, plan.seconds / 2),
+        await load.phase("polite", many, 0, plan.seconds),
+        await load.phase("rude", 0, many, plan.seconds),
+    ]
+    recovery_s = await load.recovery_s()
+    phases.append(await load.phase("calm", capacity, 0, plan.seconds / 2))
+    idle_open = sum(idler.is_open for idler in idlers)
+    company.stopping = True
+    for task in slow:
+        task.cancel()
+    for error in await asyncio.gather(*slow, return_exceptions=True):
+        if not isinstance(error, asyncio.CancelledError):
+            load.faults.append(f"a slow reader failed: {error!r}")
+    after = {who: resident_bytes(pid) for who, pid in load.processes.items()}
+    for idler in idlers:
+        idler.hang_up()
+    await asyncio.sleep(0.2)  # for connections on their way, which are hung up on as they are made
+    load.faults += [
+        f"{who} grew by {after[who] - size} bytes"
+        for who, size in before.items()
+        if after[who] - size > MAX_GROWTH_BYTES
+    ]
     return Outcome(
-        peak_tokens_per_s=round(peak, 1),
-        overload_tokens_per_s=round(overload, 1),
-        counts=dict(load.counts),
-        longest_gap_s=round(longest_gap_s, 3),
+        phases=phases,
         recovery_s=round(recovery_s, 3),
-        idle_open=len(idle),
-        growth_bytes=growth,
+        idle_open=idle_open,
+        resident_mib={who: [size >> 20, after[who] >> 20] for who, size in before.items()},
         faults=load.faults,
     )
 
@@ -196,12 +211,15 @@ def overload(plan: Plan) -> Outcome:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with tempfile.TemporaryDirectory() as directory:
-        model = write_tiny_model(Path(directory) / "tiny.gguf", shape=TinyShape(max_context_tokens=4096))
-        flags = ["--device", "reference", "--front-ends", str(plan.front_ends)]
-        flags += ["--slots-per-front-end", str(plan.slots), "--log-level", "error"]
+        if plan.model:
+            model = Path(resolve_model(plan.model, progress=True))
+        else:
+            model = write_tiny_model(Path(directory) / "tiny.gguf", shape=TinyShape(max_context_tokens=4096))
+        flags = ["--device", plan.device, "--front-ends", str(plan.front_ends), "--log-level", "error"]
+        flags += ["--slots-per-front-end", str(plan.slots), "--batched-sessions", str(plan.sessions)]
         with serving(model, *flags) as server:
             children = server.children()
-            outcome = asyncio.run(measure(server, plan))
+            outcome: Outcome = uvloop.run(measure(server, plan))
             if server.children() != children:
                 outcome.faults.append("a process did not survive")
             server.send(signal.SIGTERM)
@@ -215,8 +233,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--idle", type=int, default=5000)
-    arguments = parser.parse_args()
-    plan = Plan(seconds=arguments.seconds, idle=arguments.idle)
+    parser.add_argument("--model", default="", help="a known name or a file; without it a tiny model")
+    parser.add_argument("--device", default="auto")
+    plan = Plan(**vars(parser.parse_args()))
     outcome = overload(plan)
     print(f"cores: {len(os.sched_getaffinity(0))}")
     print(msgspec.json.format(msgspec.json.encode({"plan": plan, "outcome": outcome})).decode())
