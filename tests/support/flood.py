@@ -76,6 +76,8 @@ class Caller(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Ask."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
+        if self._tally.stopping:
+            self.hang_up()
         self._ask()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -188,6 +190,8 @@ class Idler(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to say nothing."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
+        if self._tally.stopping:
+            self.hang_up()
         self._speak()
 
     def connection_lost(self, exc: Exception | None) -> None:
