@@ -19,9 +19,10 @@ _CHUNK: Final = TypeAdapter(ChatCompletionChunk)
 _MESSAGE_EVENT: Final[TypeAdapter[Any]] = TypeAdapter(RawMessageStreamEvent)
 _RESPONSE_EVENT: Final[TypeAdapter[Any]] = TypeAdapter(ResponseStreamEvent)
 _ASKED: Final = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 200}
-_FUNCTIONS: Final = [{"type": "function", **tool["function"]} for tool in TOOLS]
+_TOOLS: Final[list[dict[str, Any]]] = list(TOOLS)
+_FUNCTIONS: Final = [{"type": "function", **tool["function"]} for tool in _TOOLS]
 _CLIENT_TOOLS: Final = [
-    {"name": tool["function"]["name"], "input_schema": {"type": "object"}} for tool in TOOLS
+    {"name": tool["function"]["name"], "input_schema": {"type": "object"}} for tool in _TOOLS
 ]
 
 
