@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from ds4.api.chat import chat_completions
+from ds4.api.chat import chat_completions, chat_input_tokens
 from ds4.api.completions import completions
 from ds4.api.dialects import refusal
 from ds4.api.door import Door
@@ -28,7 +28,7 @@ from ds4.api.middleware import Authenticate, Observe
 from ds4.api.models import Models
 from ds4.api.native import infill, native_completion
 from ds4.api.openapi import OpenApi
-from ds4.api.responses import StoredResponses, responses
+from ds4.api.responses import StoredResponses, response_input_tokens, responses
 from ds4.api.state import FrontState
 from ds4.api.status import Status
 from ds4.api.tokenize import TokenizerRoute, apply_template, detokenize, tokenize
@@ -52,6 +52,10 @@ _GENERATING: Final[_Posts] = (
     ("/infill", infill),
 )
 _OTHER_POSTS: Final[_Posts] = (
+    (_OPENAI + "/chat/completions/input_tokens", chat_input_tokens),
+    ("/chat/completions/input_tokens", chat_input_tokens),
+    (_OPENAI + "/responses/input_tokens", response_input_tokens),
+    ("/responses/input_tokens", response_input_tokens),
     (_OPENAI + "/messages/count_tokens", count_tokens),
     ("/tokenize", tokenize),
     ("/detokenize", detokenize),

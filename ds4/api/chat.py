@@ -1,6 +1,6 @@
-"""`POST /v1/chat/completions`.
+"""`POST /v1/chat/completions`, `/v1/chat/completions/input_tokens`.
 
-Owns: the route. Runs in: front ends. Source: the OpenAI API reference.
+Owns: these routes. Runs in: front ends. Source: the OpenAI API reference; llama-server for the second.
 """
 
 from collections.abc import Sequence
@@ -44,6 +44,7 @@ from ds4.protocol.openai_chat import (
     decode_chat,
     plan_chat,
 )
+from ds4.protocol.tokens import TokenCount
 from ds4.text.tool_calls import (
     ArgumentsDelta,
     CallBegin,
@@ -69,6 +70,12 @@ async def chat_completions(exchange: Exchange) -> None:
             await _stream(exchange, choices, job.plan, identity)
         else:
             await exchange.reply(_document(choices, await collect_answer(choices), identity))
+
+
+async def chat_input_tokens(exchange: Exchange) -> None:
+    """How long a prompt is; never reaches the worker."""
+    model = exchange.state.model
+    await exchange.answer(lambda body: TokenCount(len(_prepare(model, body)[1].prompts[0])))
 
 
 def _prepare(model: ServedModel, body: bytes) -> tuple[ChatRequest, Job]:

@@ -78,7 +78,7 @@ def _renamed(told: Failure, path: str) -> Failure:
     detail = told.body.error
     if is_anthropic(path):
         names = _MESSAGES_NAMES
-    elif path.endswith("/responses"):
+    elif path.endswith(("/responses", "/responses/input_tokens")):
         names = _RESPONSES_NAMES
     else:
         return told

@@ -36,13 +36,13 @@ from ds4.protocol.anthropic_messages import (
     TextPart,
     ThinkingBlock,
     ThinkingPart,
-    TokenCount,
     ToolUseBlock,
     chat_fields,
     decode_count,
     decode_messages,
     message_usage,
 )
+from ds4.protocol.tokens import TokenCount
 from ds4.text.tool_calls import (
     ArgumentsDelta,
     CallBegin,

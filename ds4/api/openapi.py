@@ -96,6 +96,12 @@ _RESPONSE: Final = (
     responses_output.Response,
     responses_output.StreamEvent,
 )
+_CHAT_COUNT: Final = ("How many tokens a chat's prompt has", chat.ChatRequest, tokens.TokenCount)
+_RESPONSE_COUNT: Final = (
+    "How many tokens a response's prompt has",
+    responses.ResponsesRequest,
+    responses_output.InputTokens,
+)
 _STORED: Final = "/v1/responses/{id}"
 
 OPERATIONS: Final[Sequence[Operation]] = (
@@ -105,6 +111,10 @@ OPERATIONS: Final[Sequence[Operation]] = (
     _generating("/completions", *_COMPLETION),
     _generating("/v1/responses", *_RESPONSE),
     _generating("/responses", *_RESPONSE),
+    _computing("/v1/chat/completions/input_tokens", *_CHAT_COUNT),
+    _computing("/chat/completions/input_tokens", *_CHAT_COUNT),
+    _computing("/v1/responses/input_tokens", *_RESPONSE_COUNT),
+    _computing("/responses/input_tokens", *_RESPONSE_COUNT),
     _reading(_STORED, "A stored response", responses_output.Response, 400, 404, 503),
     Operation(
         path=_STORED,
@@ -143,7 +153,7 @@ OPERATIONS: Final[Sequence[Operation]] = (
         method="post",
         summary="How many tokens a message's prompt has",
         body=anthropic.CountRequest,
-        answer=anthropic.TokenCount,
+        answer=tokens.TokenCount,
         errors=_ANTHROPIC,
         error=anthropic.ErrorBody,
     ),

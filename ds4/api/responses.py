@@ -1,4 +1,4 @@
-"""`POST /v1/responses`, and what is stored of it: GET, DELETE, input items, cancel.
+"""`POST /v1/responses`, `/v1/responses/input_tokens`, and what is stored of it: GET, DELETE, input items, cancel.
 
 Owns: these routes. Runs in: front ends. Source: the OpenAI API reference. A response is stored before
 its last event goes out, so that the next request can go on from it at whichever front end.
@@ -58,17 +58,8 @@ _decode_output: Final = msgspec.json.Decoder(_StoredOutput).decode
 
 async def responses(exchange: Exchange) -> None:
     """The route."""
-    state = exchange.state
     request = await exchange.prepare(decode_responses)
-    _check_store(state, request)
-    items = [_with_id(item) for item in input_items(request)]
-    history = await _history(state, request.previous_response_id, exchange.tenant.name)
-    limit = state.max_context_tokens
-    # How long a body is says little here: the history may be long.
-    job = await state.compute(
-        OFF_LOOP_BYTES if history or not isinstance(request.input, str) else len(request.input),
-        lambda: _fitting_job(state.model, request, [*history, *items], limit),
-    )
+    items, job = await _prepare(exchange, request)
     job = await with_grammar(exchange, job)
     with open_choices(exchange, job) as choices:
         answer = _Answer(exchange, request, items, job, choices)
@@ -82,6 +73,29 @@ async def responses(exchange: Exchange) -> None:
                 answer.builder.take(piece.output, piece.tokens)
             answer.ended(whole.finish)
             await exchange.reply(await answer.stored())
+
+
+async def response_input_tokens(exchange: Exchange) -> None:
+    """How long a prompt is, with the conversation before it; never reaches the worker."""
+    body = await exchange.body()
+    request = await exchange.state.compute(len(body), lambda: decode_responses(body))
+    _, job = await _prepare(exchange, request)
+    await exchange.reply(out.InputTokens(input_tokens=len(job.prompts[0])))
+
+
+async def _prepare(exchange: Exchange, request: ResponsesRequest) -> tuple[list[Item], Job]:
+    """The items of this turn, and what they ask of the worker. Raises RequestError, StoreError."""
+    state = exchange.state
+    _check_store(state, request)
+    items = [_with_id(item) for item in input_items(request)]
+    history = await _history(state, request.previous_response_id, exchange.tenant.name)
+    limit = state.max_context_tokens
+    # How long a body is says little here: the history may be long.
+    job = await state.compute(
+        OFF_LOOP_BYTES if history or not isinstance(request.input, str) else len(request.input),
+        lambda: _fitting_job(state.model, request, [*history, *items], limit),
+    )
+    return items, job
 
 
 def _check_store(state: FrontState, request: ResponsesRequest) -> None:

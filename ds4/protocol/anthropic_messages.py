@@ -219,12 +219,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     usage: MessageUsage
 
 
-class TokenCount(msgspec.Struct, frozen=True):
-    """The answer of `/v1/messages/count_tokens`."""
-
-    input_tokens: int
-
-
 class MessageStart(msgspec.Struct, frozen=True, tag_field="type", tag="message_start"):
     """The first event."""
 

@@ -324,6 +324,13 @@ class InputItemList(msgspec.Struct, frozen=True, kw_only=True):
     has_more: bool
 
 
+class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `/v1/responses/input_tokens`."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class Deleted(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a deletion."""
 

@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize`, `/tokenizer_info` and `/apply-template` on the wire.
+"""`/tokenize`, `/detokenize`, `/tokenizer_info`, `/apply-template` and token counts on the wire.
 
 Owns: the names and shapes of these routes. Runs in: front ends. Source: llama-server's routes of the
 same names; `prompt` for `content`, `add_special_tokens` and `/tokenizer_info` are vLLM's.
@@ -20,6 +20,12 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     parse_special: bool | None = None
     with_pieces: bool | None = None
+
+
+class TokenCount(msgspec.Struct, frozen=True):
+    """How long a prompt is: the answer of `/v1/messages/count_tokens` and `/v1/chat/completions/input_tokens`."""
+
+    input_tokens: int
 
 
 class TokenPiece(msgspec.Struct, frozen=True):

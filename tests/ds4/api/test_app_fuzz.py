@@ -25,6 +25,8 @@ _ROUTES: Final = (
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/responses",
+    "/v1/chat/completions/input_tokens",
+    "/v1/responses/input_tokens",
     "/completion",
     "/infill",
     "/tokenize",

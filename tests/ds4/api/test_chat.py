@@ -340,3 +340,20 @@ def test_without_a_new_worker_in_time_the_client_is_told(tmp_path: Path) -> None
         assert (await front.chat()).json()["error"]["code"] == "no_worker"
 
     with_front(tmp_path, scenario, resume_timeout_s=0)
+
+
+def test_input_tokens_is_what_the_prompt_takes_and_needs_no_worker(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        body = {"messages": [{"role": "user", "content": "how long is this?"}]}
+        for prefix in ("", "/v1"):
+            counted = await front.client.post(prefix + "/chat/completions/input_tokens", json=body)
+            assert counted.status_code == 200, counted.text
+        refused = await front.client.post("/v1/chat/completions/input_tokens", json={})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "messages"
+        front.start_worker("x")
+        await front.ready()
+        usage = (await front.chat(**body)).json()["usage"]
+        assert counted.json() == {"input_tokens": usage["prompt_tokens"]}
+
+    with_front(tmp_path, scenario, script=None)

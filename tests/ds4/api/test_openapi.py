@@ -86,6 +86,8 @@ _POSTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages", {"messages": [_USER], "max_tokens": 9}),
     ("/v1/messages", {"messages": [_USER], "max_tokens": 9, "stream": True}),
     ("/v1/messages/count_tokens", {"messages": [_USER]}),
+    ("/v1/chat/completions/input_tokens", {"messages": [_USER]}),
+    ("/v1/responses/input_tokens", {"input": "hello"}),
     ("/tokenize", {"content": "hello", "with_pieces": True}),
     ("/detokenize", {"tokens": [5, 6]}),
     ("/apply-template", {"messages": [_USER]}),

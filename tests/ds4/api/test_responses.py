@@ -343,3 +343,24 @@ def test_a_key_does_not_reach_the_responses_of_another(tmp_path: Path) -> None:
         assert (await front.client.get(f"{_PATH}/{kept}", headers=headers("sk-new"))).status_code == 200
 
     with_front(tmp_path, scenario, api_key_file=str(path))
+
+
+def test_input_tokens_counts_the_conversation_too(tmp_path: Path) -> None:
+    async def counted(front: Front, **body: Any) -> int:
+        answer = await front.client.post("/v1/responses/input_tokens", json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["object"] == "response.input_tokens"
+        return int(answer.json()["input_tokens"])
+
+    async def scenario(front: Front) -> None:
+        first = await _answer(front, input="one", instructions="be brief")
+        assert await counted(front, input="one", instructions="be brief") == first["usage"]["input_tokens"]
+        following = {"input": "two", "previous_response_id": first["id"]}
+        second = await _answer(front, **following)
+        assert await counted(front, **following) == second["usage"]["input_tokens"]
+        wrong = {"input": "x", "text": {"format": {"type": "json_schema"}}}
+        refused = await front.client.post("/v1/responses/input_tokens", json=wrong)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"].startswith("text.format")
+
+    with_front(tmp_path, scenario)
