@@ -178,13 +178,12 @@ class EngineClient:
 
     async def wait_worker(self) -> None:
         """Until a worker takes requests, but not for long: a successor comes soon, or it may be a while."""
-        until_s = WORKER_GAP_S + (time.monotonic() if self.ring.attached else self.ring.lost_s)
-        while not self._has_ready_worker and not self.draining and time.monotonic() < until_s:  # noqa: ASYNC110
+        ring = self.ring
+        until_s = WORKER_GAP_S + (time.monotonic() if ring.attached else ring.lost_s)
+        while not (ring.attached and ring.worker_state is WorkerState.READY):
+            if self.draining or time.monotonic() >= until_s:
+                return
             await asyncio.sleep(_RETRY_S)
-
-    @property
-    def _has_ready_worker(self) -> bool:
-        return self.ring.attached and self.ring.worker_state is WorkerState.READY
 
     def generate(
         self,

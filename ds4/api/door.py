@@ -34,9 +34,8 @@ class Pace:
     def hold_s(self, now_s: float) -> float:
         """How long to hold one more, at most MAX_HOLD_S."""
         self._next_s = max(self._next_s, now_s - BURST / PER_SECOND) + 1 / PER_SECOND
-        if (
-            self._next_s > now_s + MAX_HOLD_S
-        ):  # more than the pace allows: spread, lest they all leave at once
+        if self._next_s > now_s + MAX_HOLD_S:
+            # More than the pace allows: spread, lest they all leave at once.
             self._next_s = now_s + MAX_HOLD_S
             return random.uniform(MAX_HOLD_S / 2, MAX_HOLD_S)
         return max(0.0, self._next_s - now_s)

@@ -326,7 +326,8 @@ def test_a_child_that_stops_before_its_first_sign_of_life_is_killed_and_a_slow_o
     harness.start({"worker": _SLOW, "front-0": "signal.pause()"}, stalled=1.0)
     harness.wait_for(lambda _: len(harness.pids("front-0")) >= 2)
     harness.wait_for_count("worker armed", 1)
-    time.sleep(1.5)
+    num_starts = len(harness.pids("front-0"))
+    harness.wait_for(lambda _: len(harness.pids("front-0")) >= num_starts + 2)
     assert len(harness.pids("worker")) == 1, "who was heard of once is judged by its beats"
     harness.send(signal.SIGTERM)
     code, errors = harness.finish()

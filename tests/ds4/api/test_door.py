@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,18 +102,25 @@ def test_the_answer_does_not_wait_for_the_body_and_the_connection_goes_on(tmp_pa
 
 
 def test_who_is_held_gets_a_slot_that_became_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "BURST", 1)
-    monkeypatch.setattr(door, "PER_SECOND", 4)
-
     async def scenario(front: Front) -> None:
+        is_held, is_over = asyncio.Event(), asyncio.Event()
+
+        async def hold(seconds: float) -> None:
+            assert 0 < seconds <= MAX_HOLD_S
+            is_held.set()
+            await is_over.wait()
+
         running = await _fill(front)
-        assert (await front.chat()).status_code == 429
+        monkeypatch.setattr(Pace, "hold_s", lambda pace, now_s: MAX_HOLD_S)
+        monkeypatch.setattr(
+            door, "asyncio", SimpleNamespace(sleep=hold, get_running_loop=asyncio.get_running_loop)
+        )
         held = asyncio.ensure_future(front.chat())
-        await asyncio.sleep(0.05)
-        assert not held.done()
+        await is_held.wait()
         assert front.worker is not None
         front.worker.release()
         assert (await running).status_code == 200
+        is_over.set()
         assert (await held).status_code == 200
 
     with_front(tmp_path, scenario, **_ONE_SLOT)
