@@ -32,9 +32,8 @@ _MATRIX_TILES: Final = 8  # of a block
 _MATRIX_BLOCKS: Final = 192  # wanted of a product, to fill a large GPU: narrow matrices are split by inputs
 _MAX_SPLITS: Final = 8
 _MIN_SPLIT_UNITS: Final = 8  # of 64 inputs
-VECTOR_ROWS: Final = (
-    2  # up to here the vector kernels are the default: at more the matrix kernels take fewer instructions
-)
+# Up to here the vector kernels are the default: at more the matrix kernels take fewer instructions.
+VECTOR_ROWS: Final = 2
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,9 +23,8 @@ from workers.model.program import (
 from workers.quant.repack import padded_inputs
 
 HALF_BYTES: Final = 2
-SPLIT_ROWS: Final = (
-    128  # of a product that is split by inputs: more are done in turn, to bound the scratch memory
-)
+# Of a product that is split by inputs: more are done in turn, to bound the scratch memory.
+SPLIT_ROWS: Final = 128
 _RECORD_BYTES: Final = 8  # of 32 quantised activations
 _LONG_CONTEXT: Final = 32_768
 

@@ -46,9 +46,7 @@ class _Flight(msgspec.Struct):
     generations: NDArray[np.int64]  # [samples] which sequence on that seat
     block: Block
     constrained: list[int]  # seats
-    reports: (
-        bool  # whether a row's log-probabilities were asked for: its seat may be another's when it is read
-    )
+    reports: bool  # log-probabilities were asked for: a row's seat may be another's when it is read
     submitted_s: float
     event: Event | None = None  # None: its draw is held back
     failed: frozenset[int] = frozenset()  # seats whose constraint knows no next token

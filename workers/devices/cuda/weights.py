@@ -57,9 +57,8 @@ class DeviceMatrix(msgspec.Struct, frozen=True, kw_only=True):
     num_inputs: int
     num_tiles: int
     num_units: int
-    dense: DeviceArray | None = (
-        None  # bfloat16 [num_weight_rows, num_inputs], where there was memory for a copy
-    )
+    # bfloat16 [num_weight_rows, num_inputs], where there was memory for a copy.
+    dense: DeviceArray | None = None
 
     @property
     def is_float(self) -> bool:
