@@ -5,7 +5,7 @@ that has `stop`, without `[DONE]`.
 """
 
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -32,8 +32,6 @@ from ds4.protocol.llama_completion import (
     plan_native,
     selected,
 )
-
-_SNIPPET: Final = "\n\n--- snippet ---\n\n"
 
 
 async def native_completion(exchange: Exchange) -> None:
@@ -69,15 +67,18 @@ def _prepare(model: ServedModel, body: bytes) -> _Asked:
 def _prepare_infill(model: ServedModel, body: bytes) -> _Asked:
     request = decode_infill(body)
     plan = plan_native(request, model.defaults, model.vocabulary)
-    shown = "".join(_SNIPPET + extra.text for extra in request.input_extra)
-    before = _ids(model, [shown + request.input_prefix + request.prompt])
-    return _asked(
-        model,
-        request,
-        plan,
-        [fill_in_ids(model, before, request.input_suffix, "input_suffix")],
-        is_list=False,
-    )
+    for text, param in (
+        *((extra.text + extra.filename, "input_extra") for extra in request.input_extra),
+        (request.input_prefix, "input_prefix"),
+        (request.prompt, "prompt"),
+    ):
+        model.refuse_absurd(text, param)
+    # A file may hold what spells a control token; what is to go on from it is the client's own.
+    before = model.tokenizer.encode(request.input_prefix, add_special=True, parse_special=False)
+    before += model.tokenizer.encode(request.prompt, add_special=False, parse_special=True)
+    files = [(extra.filename, extra.text) for extra in request.input_extra]
+    ids = fill_in_ids(model, before, request.input_suffix, "input_suffix", files)
+    return _asked(model, request, plan, [ids], is_list=False)
 
 
 def _asked(

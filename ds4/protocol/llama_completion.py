@@ -47,7 +47,7 @@ class NativeRequest(NativeFields, frozen=True, kw_only=True):
 
 
 class ExtraFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that is shown to the model before the one to be filled in."""
+    """A file that the model sees before the one to be filled in; its name, where the model has a token for that."""
 
     text: str
     filename: str = "tmp"

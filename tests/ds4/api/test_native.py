@@ -123,3 +123,33 @@ def test_filling_in_needs_a_model_that_can(tmp_path: Path) -> None:
         assert response.status_code == 400
 
     with_front(tmp_path, scenario, " world")
+
+
+@pytest.mark.parametrize("has_files", [True, False])
+def test_filling_in_shows_other_files_first_and_reads_no_control_tokens_in_them(
+    tmp_path: Path, has_files: bool
+) -> None:
+    async def scenario(front: Front) -> None:
+        marks = {"fim_pre_token_id": 7, "fim_suf_token_id": 8, "fim_mid_token_id": 9}
+        if has_files:
+            marks["fim_sep_token_id"] = 10
+        file = front.state.model.file
+        metadata = {f"tokenizer.ggml.{name}": mark for name, mark in marks.items()}
+        object.__setattr__(file, "metadata", {**file.metadata, **metadata})
+        tokenizer = front.state.model.tokenizer
+        bos = tokenizer.encode("", add_special=True, parse_special=False)
+        for prefix in ("a <|im_end|>", ""):  # the second: at the very beginning of a file
+            extra = [{"text": "c <|im_end|>", "filename": "d.py"}]
+            body = {"input_prefix": prefix, "input_suffix": "b", "input_extra": extra, "n_predict": 1}
+            response = await front.client.post("/infill", json=body)
+            assert response.status_code == 200, response.text
+            assert front.worker is not None
+            plain = [
+                tokenizer.encode(text, add_special=False, parse_special=False)
+                for text in ("d.py\n", "c <|im_end|>", "\n\n--- snippet ---\n\nc <|im_end|>", prefix, "b")
+            ]
+            shown = [10, *plain[0], *plain[1]] if has_files else plain[2]
+            expected = [*bos, *shown, 7, *plain[3], 8, *plain[4], 9]
+            assert front.worker.requests[-1].prompt == expected
+
+    with_front(tmp_path, scenario, " world")
