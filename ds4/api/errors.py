@@ -84,7 +84,8 @@ class _Rule(msgspec.Struct, frozen=True):
 
 # The first entry whose class fits decides.
 _TABLE: Final[tuple[tuple[type[BaseException], _Rule], ...]] = (
-    (ContextOverflowError, _Rule(400, "invalid_request_error", None, "context")),
+    # The type is llama-server's, whose clients look at it; OpenAI's look at the code.
+    (ContextOverflowError, _Rule(400, "exceed_context_size_error", None, "context")),
     (NotFoundError, _Rule(404, "invalid_request_error")),
     (BodyTooLargeError, _Rule(413, "invalid_request_error", "request_too_large", "too_large")),
     (BodyTimeoutError, _Rule(408, "invalid_request_error", "request_timeout", "invalid")),

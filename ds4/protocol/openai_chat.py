@@ -230,6 +230,8 @@ def conversation(request: ChatRequest | TemplateRequest) -> Conversation:
     continues = bool(request.continue_final_message)
     if continues and (messages[-1]["role"] != "assistant" or "tool_calls" in messages[-1]):
         raise refuse("continue_final_message", "the last message must be text of the assistant")
+    if continues and request.add_generation_prompt:
+        raise refuse("continue_final_message", "add_generation_prompt: true would begin another message")
     return Conversation(
         messages=messages,
         continues=continues,

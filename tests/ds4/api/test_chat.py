@@ -272,6 +272,7 @@ def test_a_prompt_over_the_context_is_refused_before_queueing(tmp_path: Path) ->
         assert response.status_code == 400
         error = response.json()["error"]
         assert error["code"] == "context_length_exceeded"
+        assert error["type"] == "exceed_context_size_error"
         assert error["n_ctx"] == 512
         assert error["n_prompt_tokens"] > 1200
         assert error["param"] == "messages"

@@ -64,6 +64,14 @@ def test_apply_template_shows_what_the_model_would_see(tmp_path: Path) -> None:
         assert answer["prompt"] == "<|im_start|>user\na <|im_end|> b<|im_end|>\n<|im_start|>assistant\n"
         answer = await _post(front, "/apply-template", messages=messages, add_generation_prompt=False)
         assert answer["prompt"].endswith("<|im_end|>\n")
+        begun = [*messages, {"role": "assistant", "content": "It is"}]
+        fields: dict[str, Any] = {"messages": begun, "continue_final_message": True}
+        answer = await _post(front, "/apply-template", **fields)
+        assert answer["prompt"].endswith("b<|im_end|>\n<|im_start|>assistant\nIt is")
+        both = {**fields, "add_generation_prompt": True}
+        refused = await front.client.post("/apply-template", json=both)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "continue_final_message"
         assert IM_START == 1
 
     with_front(tmp_path, scenario, None)
