@@ -1,4 +1,4 @@
-"""The door: who finds no slot is turned away before his body is read, and not too many at a time.
+"""The door: who finds no slot is turned away before the body is read, and not too many at a time.
 
 Owns: the refusal for want of a slot, and its pace. Runs in: front ends. Pure ASGI; routes check again once
 they know how many slots a request needs.
