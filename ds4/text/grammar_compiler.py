@@ -10,13 +10,13 @@ import contextlib
 import logging
 import signal
 import struct
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from ds4.children import module_command
 from ds4.errors import RequestError, RingFullError
 from ds4.generation import MAX_GRAMMAR_BYTES
 from ds4.text.grammar import JSON_OBJECT, MAX_CHECK_S, GrammarSource, Verdict, grammar_of
@@ -124,9 +124,7 @@ class GrammarCompiler:
             return self._child
         for _ in range(_STARTS):
             self._child = child = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "ds4.text.grammar_check",
+                *module_command("ds4.text.grammar_check"),
                 str(self._model_path),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,

@@ -169,6 +169,20 @@ def test_a_process_that_others_kill_costs_nobody_an_answer(tmp_path: Path) -> No
     run(tmp_path, scenario)
 
 
+def test_a_foreign_folder_called_ds4_is_not_run_in_place_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = tmp_path / "here"
+    (foreign / "ds4").mkdir(parents=True)
+    (foreign / "ds4" / "__init__.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(foreign)
+
+    async def scenario(compiler: GrammarCompiler) -> None:
+        assert '"z"' in await compiler.compile(choice_source(["z"]), "x")
+
+    run(tmp_path, scenario)
+
+
 def test_a_process_that_others_kill_as_it_starts_costs_nobody_an_answer(tmp_path: Path) -> None:
     async def scenario(compiler: GrammarCompiler) -> None:
         task = asyncio.ensure_future(compiler.compile(choice_source(["z"]), "x"))
