@@ -37,9 +37,17 @@ class Outcome(msgspec.Struct, frozen=True):
     elapsed_s: float
 
 
+class _Buffer(StepBatch):
+    """A step buffer that knows whose pages its rows show, by the revisions of the tables they came from."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self.shown = np.zeros(limits.max_seats, np.int64)  # 0: nobody's
+
+
 class _Flight(msgspec.Struct, frozen=True):
     batch: Batch
-    buffer: StepBatch
+    buffer: _Buffer
     submitted_s: float
 
 
@@ -52,11 +60,15 @@ class Runner:
         self._device = device
         self._clock = clock
         self.pipeline_depth: Final = device.pipeline_depth
-        self._buffers = deque(StepBatch(limits) for _ in range(device.pipeline_depth + 2))
+        self._buffers = deque(_Buffer(limits) for _ in range(device.pipeline_depth + 2))
         self._flights: deque[_Flight] = deque()
-        # Page tables by seat; a step copies the rows of its sequences. How much of each is filled:
+        # Page tables by seat, how much of each is filled, and a number that each got with its latest change.
+        # A step copies those of its sequences that its buffer does not show yet: with long contexts all of
+        # them together are megabytes.
         self._tables = np.zeros((limits.max_seats, limits.max_pages_per_sequence), np.int32)
         self._table_sizes = [0] * limits.max_seats
+        self._revisions = np.zeros(limits.max_seats, np.int64)
+        self._num_revisions = 0
 
     @property
     def num_in_flight(self) -> int:
@@ -146,18 +158,14 @@ class Runner:
         buffer.sample_rows[: len(rows)] = rows
         buffer.sample_seats[: len(rows)] = seats
 
-    def _fill(self, buffer: StepBatch, batch: Batch) -> None:
+    def _fill(self, buffer: _Buffer, batch: Batch) -> None:
         spans = batch.spans
         seats = [span.sequence.seat for span in spans]
         num_sequences = len(spans)
-        widest = 0
         for span in spans:
             sequence = span.sequence
-            num_pages = len(sequence.pages)
-            if num_pages != self._table_sizes[sequence.seat]:
+            if len(sequence.pages) != self._table_sizes[sequence.seat]:
                 self._update_table(sequence)
-            if num_pages > widest:
-                widest = num_pages
 
         num_decode = batch.num_decode
         decoding = spans[:num_decode]
@@ -172,7 +180,7 @@ class Runner:
         buffer.num_rows = row
         buffer.num_sequences = num_sequences
         buffer.sequence_seats[:num_sequences] = seats
-        buffer.page_tables[:num_sequences, :widest] = self._tables[seats, :widest]
+        self._show_tables(buffer, seats)
         sampled = [index for index, span in enumerate(spans) if span.samples]
         num_samples = buffer.num_samples = len(sampled)
         buffer.sample_rows[:num_samples] = buffer.sequence_starts[1 : num_sequences + 1][sampled] - 1
@@ -190,6 +198,17 @@ class Runner:
         num_pages = len(sequence.pages)
         self._tables[seat, first:num_pages] = sequence.pages[first:]
         self._table_sizes[seat] = num_pages
+        self._num_revisions += 1
+        self._revisions[seat] = self._num_revisions
+
+    def _show_tables(self, buffer: _Buffer, seats: list[int]) -> None:
+        """Have the buffer's rows show the tables of these seats."""
+        revisions, shown = self._revisions[seats], buffer.shown[: len(seats)]
+        for row in np.flatnonzero(revisions != shown).tolist():
+            seat = seats[row]
+            size = self._table_sizes[seat]
+            buffer.page_tables[row, :size] = self._tables[seat, :size]
+        shown[:] = revisions
 
 
 def _known_token(span: Span) -> int:

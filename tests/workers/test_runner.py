@@ -119,6 +119,24 @@ def test_a_seat_taken_again_shows_its_new_pages() -> None:
     assert device.steps[1].page_tables[0, :2].tolist() == [7, 8]
 
 
+def test_every_buffer_shows_the_pages_of_whoever_is_in_the_row_now() -> None:
+    device = Recorder(pipeline_depth=1)
+    runner = Runner(device, LIMITS)
+    one, two, three = (seated(seat, [seat] * 40, [seat * 8, seat * 8 + 1, seat * 8 + 2]) for seat in range(3))
+    newcomer = seated(0, [9] * 20, [60, 61])
+    rounds = [[one, two, three]] * 4 + [[two, three]] * 4 + [[newcomer, three], [three, newcomer]] * 4
+    for number, sequences in enumerate(rounds):
+        fresh = tuple(one for one in sequences if one.num_scheduled == 0)
+        if number in (2, 6, 10):
+            three.pages.append(40 + number)
+        runner.submit(batch(*(span(one, 1) for one in sequences), seated=fresh))
+        step = device.steps[-1]
+        for row, sequence in enumerate(sequences):
+            assert step.page_tables[row, : len(sequence.pages)].tolist() == sequence.pages
+        if runner.must_collect:
+            runner.collect()
+
+
 def test_a_buffer_is_not_reused_before_its_step_was_collected() -> None:
     device = Recorder(pipeline_depth=1)
     runner = Runner(device, LIMITS)
