@@ -229,7 +229,7 @@ class Engine:
             self._was_busy = True
             self._submit(plan.batch)
         elif not self._runner.num_in_flight:
-            return bool(plan.preempted or plan.too_large)
+            return bool(plan.preempted or plan.too_large or plan.is_looking)
         if plan.batch is None or self._runner.must_collect:
             self._collect()
         if self._clock() >= self._status_due_s:

@@ -1,5 +1,6 @@
 """The engine over the real ring and a device that notices every wrong token, page and position."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,30 @@ def test_a_prompt_seen_before_is_taken_from_the_cache(tmp_path: Path) -> None:
             assert first.end.num_cached_tokens == 0
             assert second.end.num_cached_tokens == 96
             assert rig.device.num_rows - rows == 4 + 3
+
+    run(test())
+
+
+def test_an_engine_does_not_sleep_before_a_long_prompt_is_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.scheduler.scheduler._MAX_DIGESTS", 8)
+
+    async def test() -> None:
+        async with EngineRig(tmp_path, pages=64, rows=64, context=512).serving() as rig:
+            prompt = [number % 900 for number in range(401)]
+            await rig.finish(rig.submit(prompt, 1))
+            client = rig.submit(prompt, 4)
+            num_turns = 0
+            while client.end is None:
+                assert rig.engine.step(), "there is something to do"
+                num_turns += 1
+                for _ in range(3):
+                    await asyncio.sleep(0)
+            assert num_turns >= 25 // 4
+            assert client.tokens == expected(prompt, 4)
+            assert client.end.num_cached_tokens == 400
+            await rig.settle()
 
     run(test())
 

@@ -43,26 +43,32 @@ class PagePool:
         self._num_held += count
         return pages
 
-    def hold(self, page: int) -> None:
-        """One more sequence holds `page`, which is held or parked."""
-        if self._holders[page] == 0:
-            self._num_held += 1
-        self._holders[page] += 1
-
-    def drop(self, page: int) -> bool:
-        """One sequence less; True when that was the last: the page is now parked, or must be freed."""
-        count = self._holders[page] - 1
-        assert count >= 0, "a page was given back twice"
-        self._holders[page] = count
-        if count == 0:
-            self._num_held -= 1
-        return count == 0
-
-    def free(self, pages: Iterable[int]) -> None:
-        """Put parked pages on the free list."""
+    def hold(self, pages: Iterable[int]) -> None:
+        """One more sequence holds each of `pages`, which are held or parked."""
+        holders = self._holders
         for page in pages:
-            assert self._holders[page] == 0
-            self._free.append(page)
+            count = holders[page]
+            holders[page] = count + 1
+            if count == 0:
+                self._num_held += 1
+
+    def drop(self, pages: Iterable[int]) -> list[int]:
+        """One sequence less for each; those for which it was the last, now to be parked or freed."""
+        holders = self._holders
+        unused: list[int] = []
+        for page in pages:
+            count = holders[page] - 1
+            assert count >= 0, "a page was given back twice"
+            holders[page] = count
+            if count == 0:
+                unused.append(page)
+        self._num_held -= len(unused)
+        return unused
+
+    def free(self, pages: list[int]) -> None:
+        """Put parked pages on the free list."""
+        assert not any(map(self._holders.__getitem__, pages))
+        self._free += pages
 
     def check(self, parked: Iterable[int]) -> None:
         """Assert that free, held and `parked` pages are disjoint and together all pages."""

@@ -10,6 +10,9 @@ requests with different salts find nothing of each other.
 A page that no sequence holds stays in the index, *parked*, until its room is needed; the one unused
 for longest goes first, and of one sequence the last page first, because a prefix is useless without
 its beginning.
+
+A prompt may have tens of thousands of pages, and the other streams wait while something is done for each.
+A digest costs some ten times what all the rest does: those of a waiting prompt are made some at a time.
 """
 
 import hashlib
@@ -17,6 +20,7 @@ import secrets
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice, takewhile
 
 from workers.kvcache.pages import PagePool
 from workers.sequence import Sequence
@@ -33,6 +37,7 @@ class PrefixCache:
         self._digest_by_page: dict[int, bytes] = {}
         self._parked: OrderedDict[int, None] = OrderedDict()  # in the order they are given up
         self.num_releases = 0  # counts up whenever pages may have become available
+        self.num_given_up = 0  # parked pages that went to somebody else, so that `find` may find less
 
     @property
     def num_pages(self) -> int:
@@ -63,31 +68,38 @@ class PrefixCache:
 
         Never all of them: at least one token is left to compute, since something must be sampled.
         """
-        pages: list[int] = []
-        for index in range((len(sequence.tokens) - 1) // self.page_tokens):
-            digests = self._digests(sequence, index + 1)  # no further than needed: most prompts are new
-            page = self._page_by_digest.get(digests[index])
-            if page is None:
-                break
-            pages.append(page)
-        return pages
+        self.prepare(sequence, len(sequence.tokens))
+        digests = sequence.page_digests[: self._num_shareable(sequence)]
+        pages = map(self._page_by_digest.get, digests)
+        return [page for page in takewhile(_is_page, pages) if page is not None]
+
+    def prepare(self, sequence: Sequence, max_digests: int) -> bool:
+        """Make at most `max_digests` of the digests that `find` has yet to look up; True when it lacks none."""
+        digests, index = sequence.page_digests, self._page_by_digest
+        num_shareable = self._num_shareable(sequence)
+        end = min(num_shareable, len(digests) + max_digests)
+        while not digests or digests[-1] in index:  # no further than needed: most prompts are new
+            if len(digests) >= end:
+                return len(digests) >= num_shareable
+            self._digests(sequence, len(digests) + 1)
+        return True
 
     def finds_more(self, sequence: Sequence, num_found: int) -> bool:
         """Whether `find` would find more than `num_found` pages by now. Cheap."""
-        if num_found >= (len(sequence.tokens) - 1) // self.page_tokens:
+        if num_found >= self._num_shareable(sequence):
             return False
         return self._digests(sequence, num_found + 1)[num_found] in self._page_by_digest
 
     def num_parked_of(self, pages: Iterable[int]) -> int:
         """How many of `pages` are parked, so that holding them makes fewer available."""
-        parked = self._parked
-        return sum(page in parked for page in pages)
+        return sum(map(self._parked.__contains__, pages))
 
     def take(self, found: list[int], count: int) -> list[int]:
         """Hold the pages `found`, and `count` new ones after them. `num_available` must cover it."""
+        unpark = self._parked.pop
         for page in found:
-            self._parked.pop(page, None)
-            self._pool.hold(page)
+            unpark(page, None)
+        self._pool.hold(found)
         missing = count - self._pool.num_free
         if missing > 0:
             self._give_up(missing)
@@ -109,12 +121,12 @@ class PrefixCache:
     def release(self, pages: list[int]) -> None:
         """A sequence gives its pages up; those that are indexed stay as prefix cache."""
         self.num_releases += 1
-        for page in reversed(pages):
-            if self._pool.drop(page):
-                if page in self._digest_by_page:
-                    self._parked[page] = None
-                else:
-                    self._pool.free((page,))
+        unused = self._pool.drop(reversed(pages))
+        indexed, parked = self._digest_by_page, self._parked
+        for page in unused:
+            if page in indexed:
+                parked[page] = None
+        self._pool.free([page for page in unused if page not in indexed])
 
     def forget(self, pages: Iterable[int]) -> None:
         """Take held `pages` out of the index: what they hold is not to be trusted (NaN)."""
@@ -134,10 +146,17 @@ class PrefixCache:
 
     def _give_up(self, count: int) -> None:
         assert count <= len(self._parked)
-        for _ in range(count):
-            page, _ = self._parked.popitem(last=False)
-            del self._page_by_digest[self._digest_by_page.pop(page)]
-            self._pool.free((page,))
+        pages = list(islice(self._parked, count))
+        parked, index, digest_of = self._parked, self._page_by_digest, self._digest_by_page.pop
+        for page in pages:
+            del parked[page]
+            del index[digest_of(page)]
+        self.num_given_up += count
+        self._pool.free(pages)
+
+    def _num_shareable(self, sequence: Sequence) -> int:
+        """Pages that may be found: all that are full, but for the one with the last token."""
+        return (len(sequence.tokens) - 1) // self.page_tokens
 
     def _digests(self, sequence: Sequence, count: int) -> list[bytes]:
         """The chained digests of the first `count` pages at least, kept with the sequence."""
@@ -148,3 +167,7 @@ class PrefixCache:
             previous = hashlib.blake2b(previous + page.tobytes(), digest_size=16, key=self._key).digest()
             digests.append(previous)
         return digests
+
+
+def _is_page(page: int | None) -> bool:
+    return page is not None

@@ -35,3 +35,4 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     batch: Batch | None = None
     preempted: tuple[Sequence, ...] = ()
     too_large: tuple[Sequence, ...] = ()  # need more pages than exist, even alone; the caller ends them
+    is_looking: bool = False  # a long prompt was looked up in part: plan again, even without a batch

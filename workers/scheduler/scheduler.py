@@ -10,6 +10,7 @@ comes back through the sequences' counters.
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator
+from typing import Final
 
 from workers.kvcache.prefix import PrefixCache
 from workers.scheduler.batch import Batch, Plan, Span
@@ -18,6 +19,8 @@ from workers.scheduler.fairness import WaitingQueue
 from workers.scheduler.pace import PrefillPace
 from workers.scheduler.prefill import share_rows
 from workers.sequence import NO_SEAT, Sequence, Status
+
+_MAX_DIGESTS: Final = 2048  # made in one plan to look prompts up, about 1.5 us each
 
 
 class Scheduler:
@@ -37,6 +40,7 @@ class Scheduler:
         self._free_seats = list(range(max_seats - 1, -1, -1))
         # The next in turn that did not fit, and what was so then: releases, and its cached pages.
         self._blocked: tuple[Sequence, int, int] | None = None
+        self._is_looking = False  # the latest plan left somebody out who was not looked up yet
 
     @property
     def is_idle(self) -> bool:
@@ -64,6 +68,7 @@ class Scheduler:
 
         `paused` are slots that may not get a token now. `may_preempt`: nothing is in flight.
         """
+        self._is_looking = False
         rows, prompts = split_running(self.running.values(), paused)
         short = growing(itertools.chain(rows, prompts), self.cache)
         preempted: list[Sequence] = []
@@ -97,7 +102,12 @@ class Scheduler:
         if spans:
             num_rows = sum(span.num_rows for span in spans)
             batch = Batch(spans=tuple(spans), num_rows=num_rows, num_decode=len(rows), seated=tuple(seated))
-        return Plan(batch=batch, preempted=tuple(preempted), too_large=tuple(too_large))
+        return Plan(
+            batch=batch,
+            preempted=tuple(preempted),
+            too_large=tuple(too_large),
+            is_looking=self._is_looking,
+        )
 
     def set_aside(self, sequence: Sequence) -> None:
         """Preempt a running sequence with nothing in flight: it waits again, before all newcomers."""
@@ -152,7 +162,7 @@ class Scheduler:
         self,
         num_rows: int,
         running: list[Sequence],
-        newcomers: Iterable[tuple[Sequence, int]],
+        newcomers: Iterable[tuple[Sequence, list[int]]],
         paused: Collection[int],
         seated: list[Sequence],
     ) -> Iterator[Span]:
@@ -161,15 +171,21 @@ class Scheduler:
             return
         prompts = sorted((one for one in running if _work(one, paused) > 0), key=_arrival)
         work = [_work(sequence, paused) for sequence in prompts]
-        for sequence, num_cached in newcomers:
+        found: dict[Sequence, list[int]] = {}
+        num_given_up = self.cache.num_given_up
+        for sequence, pages in newcomers:
             prompts.append(sequence)
-            work.append(len(sequence.tokens) - num_cached)
+            work.append(len(sequence.tokens) - len(pages) * self.cache.page_tokens)
+            found[sequence] = pages
         scoring: list[tuple[Sequence, int]] = []
         for sequence, share in zip(prompts, share_rows(work, num_rows), strict=True):
             if share == 0:
                 continue
             if sequence.status is Status.WAITING:
-                self._seat(sequence)
+                # Others were seated in between: they may have taken parked pages that this one was to share,
+                # but those were counted as taken, so there is room to compute them again.
+                is_current = self.cache.num_given_up == num_given_up
+                self._seat(sequence, found[sequence] if is_current else self._cached(sequence))
                 seated.append(sequence)
             if sequence.num_to_score and sequence.num_scheduled >= sequence.num_scored:
                 scoring.append((sequence, share))
@@ -192,10 +208,12 @@ class Scheduler:
         assert not samples
         return Span(sequence, start, count, False, seats)
 
-    def _seatable(self, paused: Collection[int]) -> Iterator[tuple[Sequence, int]]:
-        """Waiting sequences for which there are seats and pages, and how much of each is cached.
+    def _seatable(self, paused: Collection[int]) -> Iterator[tuple[Sequence, list[int]]]:
+        """Waiting sequences for which there are seats and pages, and the cached pages of each.
 
-        Stops at the first one whose pages do not fit, so that nobody is overtaken for ever.
+        Stops at the first one whose pages do not fit, so that nobody is overtaken for ever. One whose
+        digests are not all made yet is overtaken until they are, a few plans later. Each may make half of
+        what is left for this plan: a short prompt never waits until a long one is through.
         """
         seats = self.seat_limit - (self.max_seats - len(self._free_seats))
         if seats <= 0 or not self.waiting:
@@ -203,11 +221,21 @@ class Scheduler:
         # One page for each running sequence is left alone: they will cross a border soon.
         available = self.cache.num_available - len(self.running)
         is_next = True
+        num_digests = _MAX_DIGESTS
         for sequence in self.waiting:
             if sequence.slot in paused:
                 continue
             if is_next and self._is_still_blocked(sequence):
                 return
+            if not sequence.num_to_score:
+                before = len(sequence.page_digests)
+                is_ready = self.cache.prepare(sequence, num_digests // 2)
+                num_digests -= len(sequence.page_digests) - before
+                if not is_ready:
+                    self._is_looking = True
+                    if num_digests < 2:
+                        return
+                    continue
             found = self._cached(sequence)
             needed = self._num_pages_needed(sequence, found)
             if needed > available:
@@ -216,7 +244,7 @@ class Scheduler:
                 return
             is_next = False
             available -= needed + 1
-            yield sequence, len(found) * self.cache.page_tokens
+            yield sequence, found
             seats -= 1
             if seats == 0:
                 return
@@ -236,17 +264,13 @@ class Scheduler:
         count = self.cache.pages_for(len(sequence.tokens)) - len(found)
         return count + self.cache.num_parked_of(found)
 
-    def _seat(self, sequence: Sequence) -> None:
-        """Give seat and pages to one that `_seatable` named.
-
-        Others were seated in between: they may have taken parked pages that this one was to share, but
-        those were counted as taken, so there is room to compute them again.
-        """
-        found = self._cached(sequence)
+    def _seat(self, sequence: Sequence, found: list[int]) -> None:
+        """Give a seat and pages, of which `found` are cached, to one that `_seatable` named."""
         count = self.cache.pages_for(len(sequence.tokens)) - len(found)
         pages = self.cache.take(found, count)
         self.waiting.remove(sequence, served=True)
         sequence.take_seat(self._free_seats.pop(), pages, len(found) * self.cache.page_tokens)
+        sequence.num_registered = len(found)
         if not sequence.num_preemptions:
             sequence.reused_tokens = sequence.num_cached
         self.running[sequence.seat] = sequence

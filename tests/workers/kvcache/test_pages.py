@@ -18,9 +18,9 @@ def test_all_pages_are_free_at_first_and_each_is_given_once() -> None:
 def test_a_page_with_two_holders_is_given_up_by_the_last() -> None:
     pool = PagePool(1)
     (page,) = pool.take(1)
-    pool.hold(page)
-    assert not pool.drop(page)
-    assert pool.drop(page)
+    pool.hold([page])
+    assert pool.drop([page]) == []
+    assert pool.drop([page]) == [page]
     pool.check([page])
     pool.free([page])
     pool.check([])
@@ -29,9 +29,9 @@ def test_a_page_with_two_holders_is_given_up_by_the_last() -> None:
 def test_giving_a_page_back_twice_is_noticed() -> None:
     pool = PagePool(1)
     (page,) = pool.take(1)
-    pool.drop(page)
+    pool.drop([page])
     with pytest.raises(AssertionError):
-        pool.drop(page)
+        pool.drop([page])
 
 
 def test_taking_more_than_there_is_is_noticed() -> None:
@@ -42,7 +42,7 @@ def test_taking_more_than_there_is_is_noticed() -> None:
 def test_a_leaked_page_is_noticed() -> None:
     pool = PagePool(2)
     (page,) = pool.take(1)
-    pool.drop(page)  # neither free nor kept by anybody
+    pool.drop([page])  # neither free nor kept by anybody
     with pytest.raises(AssertionError, match="leaked"):
         pool.check([])
 
@@ -57,11 +57,11 @@ def test_every_page_is_always_free_or_held(steps: list[tuple[str, int]]) -> None
         elif held:
             page = held[number % len(held)]
             if step == "hold":
-                pool.hold(page)
+                pool.hold([page])
                 held.append(page)
             else:
                 held.remove(page)
-                if pool.drop(page):
+                if pool.drop([page]):
                     assert page not in held
                     pool.free([page])
         assert pool.num_held == len(set(held))

@@ -54,6 +54,26 @@ def test_at_least_one_token_is_left_to_compute() -> None:
     assert cache.find(make_sequence(range(9))) == first.pages[:2]
 
 
+def test_a_long_prompt_is_looked_up_some_pages_at_a_time() -> None:
+    cache = PrefixCache(16, PAGE)
+    first = seat(cache, list(range(21)))
+    compute(cache, first)
+    same = make_sequence(range(21))
+    assert [cache.prepare(same, 2) for _ in range(3)] == [False, False, True]
+    assert len(same.page_digests) == 5
+    assert cache.find(same) == first.pages[:5]
+    assert cache.prepare(make_sequence(range(4)), 0), "there is nothing to look up"
+
+
+def test_looking_up_ends_at_the_first_page_that_nobody_has() -> None:
+    cache = PrefixCache(16, PAGE)
+    compute(cache, seat(cache, list(range(20))))
+    other = make_sequence([*range(6), *[99] * 30])
+    assert cache.prepare(other, 100)
+    assert len(other.page_digests) == 2
+    assert len(cache.find(other)) == 1
+
+
 def test_a_half_computed_page_is_not_shared() -> None:
     cache = PrefixCache(16, PAGE)
     first = seat(cache, list(range(8)))

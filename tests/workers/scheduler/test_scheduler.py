@@ -129,6 +129,42 @@ def test_equal_prompts_arriving_together_are_computed_once() -> None:
     assert num_rows < 64 + 32 + 8 * PAGE
 
 
+def test_a_long_prompt_is_looked_up_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.scheduler.scheduler._MAX_DIGESTS", 8)
+    simulation = Simulation(rows=64, pages=200)
+    prompt = list(range(16 * PAGE + 1))
+    simulation.add(make_sequence(prompt, 1))
+    simulation.run()
+    stream, again, short = make_sequence([1], 30), make_sequence(prompt, 1), make_sequence([2] * 5, 1)
+    simulation.add(stream)
+    simulation.turn()
+    simulation.add(again, short)
+    num_turns = 0
+    while again.status is Status.WAITING:
+        num_made = len(again.page_digests)
+        plan = simulation.turn()
+        assert plan.batch is not None
+        assert plan.batch.num_decode == 1, "the stream keeps its pace"
+        assert len(again.page_digests) - num_made <= 8
+        assert plan.is_looking == (again.status is Status.WAITING)
+        num_turns += 1
+    assert num_turns == 4
+    assert again.reused_tokens == 16 * PAGE
+    assert simulation.first_rows.index(short) < simulation.first_rows.index(again)
+
+
+def test_an_idle_scheduler_asks_to_go_on_looking_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.scheduler.scheduler._MAX_DIGESTS", 8)
+    simulation = Simulation(rows=64, pages=200)
+    prompt = list(range(16 * PAGE + 1))
+    simulation.add(make_sequence(prompt, 1))
+    simulation.run()
+    simulation.add(make_sequence(prompt, 1))
+    plans = [simulation.turn() for _ in range(4)]
+    assert [plan.is_looking for plan in plans] == [True, True, True, False]
+    assert [plan.batch is None for plan in plans] == [True, True, True, False]
+
+
 @DEPTHS
 def test_the_latest_arrival_is_preempted_and_served_first_afterwards(depth: int) -> None:
     simulation = Simulation(pages=8, seats=3, depth=depth)
