@@ -169,6 +169,8 @@ class ChatTemplate:
                 "functions": json.dumps(functions, ensure_ascii=False, indent=4),
                 **kwargs,
             }
+        if "date_string" in self._variables:  # Llama's name for today, else some day in 2024
+            kwargs = {"date_string": datetime.now(UTC).strftime("%d %b %Y"), **kwargs}
         return render_template(
             template,
             {

@@ -1,6 +1,7 @@
 """Messages through templates: what clients send, what templates can take, and what stays text."""
 
 import logging
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,18 @@ def test_messages_become_the_templates_text(tokenizer: Tokenizer) -> None:
     expected = "<bos><|im_start|>user\nhi<|im_end|>\n"
     assert template.render(user("hi"), add_generation_prompt=False) == expected
     assert template.render(user("hi")) == expected + "<|im_start|>assistant\n"
+
+
+def test_templates_that_ask_for_the_day_get_todays(tokenizer: Tokenizer) -> None:
+    source = (
+        "{%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}"
+        "{{ date_string }}" + PLAIN
+    )
+    template = ChatTemplate(source, tokenizer)
+    before = datetime.now(UTC)
+    shown = template.render(user("hi")).partition("<")[0]
+    assert shown in {day.strftime("%d %b %Y") for day in (before, datetime.now(UTC))}
+    assert template.render(user("hi"), kwargs={"date_string": "1 Jan 1970"}).startswith("1 Jan 1970<")
 
 
 def test_markers_typed_by_users_stay_text(tokenizer: Tokenizer) -> None:
