@@ -60,7 +60,8 @@ async def stream_answer(
     async def last() -> bytes:
         if usage_chunk is None:
             return DONE
-        return event(msgspec.structs.replace(usage_chunk, usage=choices.usage)) + DONE
+        times = choices.all[0].timings  # llama-server's clients look for them here
+        return event(msgspec.structs.replace(usage_chunk, usage=choices.usage, timings=times)) + DONE
 
     await stream_frames(exchange, choices, writer, last, lambda told: event(told.body) + DONE)
 

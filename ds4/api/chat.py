@@ -67,7 +67,7 @@ async def chat_completions(exchange: Exchange) -> None:
     with open_choices(exchange, job) as choices:
         identity = Identity(exchange, "chatcmpl-", request.model)
         if job.plan.stream:
-            await _stream(exchange, choices, job.plan, identity)
+            await _stream(exchange, choices, job.plan, identity, is_timed=bool(request.timings_per_token))
         else:
             await exchange.reply(_document(choices, await collect_answer(choices), identity))
 
@@ -112,10 +112,12 @@ def chat_job(model: ServedModel, request: ChatRequest, param: str) -> Job:
 class _ChatChunks:
     """The frames of one choice."""
 
-    def __init__(self, identity: Identity, index: int, plan: Plan) -> None:
+    def __init__(self, identity: Identity, choice: Choice, plan: Plan, *, is_timed: bool) -> None:
+        """`is_timed`: every piece comes with the times so far."""
         self._identity = identity
-        self._index = index
+        self._index = choice.index
         self._null_usage = plan.include_usage
+        self._timed = choice if is_timed else None
         self._text = FrameTemplate(self._chunk(Delta(content=MARK)))
         self._reasoning: FrameTemplate | None = None
         self._arguments: FrameTemplate | None = None  # of the call that began last
@@ -135,15 +137,19 @@ class _ChatChunks:
 
     def piece(self, piece: Piece) -> bytes:
         """What the model said, with its tokens where they were asked for."""
-        if not piece.tokens:
+        if not piece.tokens and self._timed is None:
             if not piece.events:
                 return self._text.frame(piece.text)
             return b"".join(map(self._frame, piece.events))
         # The tokens go with the first delta: they cannot be told apart by what became of them.
         deltas = [_delta(part) for part in piece.output if not isinstance(part, CallEnd)]
         first, *rest = deltas or [Delta(content="")]
-        frames = [event(self._chunk(first, _logprobs(piece.tokens)))]
-        return b"".join(frames + [event(self._chunk(delta)) for delta in rest])
+        chunks = [self._chunk(first, _logprobs(piece.tokens) if piece.tokens else None)]
+        chunks += [self._chunk(delta) for delta in rest]
+        if self._timed is not None:
+            times = self._timed.timings
+            chunks = [msgspec.structs.replace(chunk, timings=times) for chunk in chunks]
+        return b"".join(map(event, chunks))
 
     def _frame(self, part: OutputEvent) -> bytes:
         match part:
@@ -219,11 +225,13 @@ def _chunk(identity: Identity, choices: list[ChunkChoice], *, null_usage: bool) 
     )
 
 
-async def _stream(exchange: Exchange, choices: Choices, plan: Plan, identity: Identity) -> None:
+async def _stream(
+    exchange: Exchange, choices: Choices, plan: Plan, identity: Identity, *, is_timed: bool
+) -> None:
     await stream_answer(
         exchange,
         choices,
-        lambda choice: _ChatChunks(identity, choice.index, plan),
+        lambda choice: _ChatChunks(identity, choice, plan, is_timed=is_timed),
         _chunk(identity, [], null_usage=True) if plan.include_usage else None,
     )
 

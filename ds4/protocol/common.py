@@ -427,9 +427,11 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     cache_n: int
     prompt_n: int
     prompt_ms: float
+    prompt_per_token_ms: float
     prompt_per_second: float
     predicted_n: int
     predicted_ms: float
+    predicted_per_token_ms: float
     predicted_per_second: float
 
 
@@ -444,9 +446,11 @@ def timings(
         cache_n=num_cached,
         prompt_n=computed,
         prompt_ms=round(prompt_s * 1000, 3),
+        prompt_per_token_ms=round(prompt_s * 1000 / computed, 3) if computed else 0.0,
         prompt_per_second=round(computed / prompt_s, 2) if prompt_s > 0 else 0.0,
         predicted_n=num_generated,
         predicted_ms=round(decode_s * 1000, 3),
+        predicted_per_token_ms=round(decode_s * 1000 / steps, 3) if steps else 0.0,
         predicted_per_second=round(steps / decode_s, 2) if decode_s > 0 else 0.0,
     )
 

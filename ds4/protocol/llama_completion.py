@@ -37,7 +37,6 @@ class NativeFields(GenerationFields, frozen=True, kw_only=True):
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
     response_fields: list[str] | None = None
-    return_progress: bool | None = None
 
 
 class NativeRequest(NativeFields, frozen=True, kw_only=True):
@@ -149,12 +148,6 @@ def decode_infill(body: bytes) -> InfillRequest:
 
 def plan_native(request: NativeFields, defaults: SamplingDefaults, vocabulary: Vocabulary) -> Plan:
     """All checks that need no prompt. Raises RequestError naming the field."""
-    if request.return_progress:
-        raise RequestError(
-            "return_progress is not supported by this server; leave it out",
-            param="return_progress",
-            code="unsupported_parameter",
-        )
     if request.stream and request.response_fields:
         raise RequestError(
             "response_fields cannot be given with stream", param="response_fields", code="invalid_value"

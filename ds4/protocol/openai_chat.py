@@ -67,6 +67,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    timings_per_token: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None

@@ -45,6 +45,7 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "prompt_logprobs": (),
     "reasoning_format": ("auto", "deepseek"),
     "regex": ("",),
+    "return_progress": (False,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "samplers": ([],),
@@ -104,6 +105,7 @@ class RefusedFields(StructureFields, frozen=True, kw_only=True):
     prompt_logprobs: Any = None
     reasoning_format: Any = None
     regex: Any = None
+    return_progress: Any = None
     return_token_ids: Any = None
     return_tokens_as_token_ids: Any = None
     samplers: Any = None

@@ -64,6 +64,23 @@ def test_a_stream_has_role_deltas_reason_usage_and_done_in_this_order(tmp_path: 
     with_front(tmp_path, scenario)
 
 
+def test_times_come_with_every_piece_where_they_were_asked_for(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        fields: dict[str, Any] = {"stream_options": {"include_usage": True}, "timings_per_token": True}
+        first, *chunks, done = await front.events(**fields)
+        assert done == "[DONE]"
+        assert "timings" not in first
+        told = [chunk["timings"]["predicted_n"] for chunk in chunks]
+        assert told == sorted(told)
+        assert told[-2:] == [chunks[-1]["usage"]["completion_tokens"]] * 2
+        texts = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1]]
+        assert "".join(texts) == "hello world"
+        plain = await front.events()
+        assert [chunk for chunk in plain[:-1] if "timings" in chunk] == plain[-2:-1]
+
+    with_front(tmp_path, scenario)
+
+
 def test_a_stream_without_include_usage_has_no_usage_at_all(tmp_path: Path) -> None:
     async def scenario(front: Front) -> None:
         chunks = await front.events()

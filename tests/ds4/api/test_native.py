@@ -98,6 +98,7 @@ def test_a_stream_has_the_same_text_and_its_end(tmp_path: Path) -> None:
         ({"prompt": {"prompt_string": "a", "multimodal_data": ["x"]}}, "prompt.multimodal_data"),
         ({"prompt": "a", "post_sampling_probs": True}, "post_sampling_probs"),
         ({"prompt": "a", "t_max_predict_ms": 5}, "t_max_predict_ms"),
+        ({"prompt": "a", "stream": True, "return_progress": True}, "return_progress"),
         ({"prompt": "a", "n_probs": 21}, "n_probs"),
         ({"prompt": "a", "stream": True, "response_fields": ["content"]}, "response_fields"),
     ],

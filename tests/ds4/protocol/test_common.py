@@ -267,5 +267,9 @@ def test_values_of_the_file_that_are_in_range_are_not_talked_about(caplog: pytes
 def test_usage_and_timings_add_up() -> None:
     assert usage(5, 7, 3).total_tokens == 12
     times = timings(10, 4, 0.25, 0.5, 11, 2.0)
+    assert (times.prompt_per_token_ms, times.predicted_per_token_ms) == pytest.approx(
+        (500 / 6, 200), abs=1e-3
+    )
     assert (times.prompt_n, times.prompt_per_second, times.predicted_per_second) == (6, 12.0, 5.0)
-    assert timings(1, 1, 0.0, 0.0, 0, 0.0).predicted_per_second == 0
+    none = timings(1, 1, 0.0, 0.0, 0, 0.0)
+    assert none.predicted_per_second == none.prompt_per_token_ms == none.predicted_per_token_ms == 0
