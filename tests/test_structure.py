@@ -22,10 +22,14 @@ LONG: Final = {
 }
 # Test modules about several modules of their package at once.
 OF_SEVERAL: Final = {
+    "tests/ds4/api/test_sdk_types.py": "every dialect's answers under the types of its clients' packages",
+    "tests/ds4/text/test_known_templates.py": "template, format and readers of calls together, on known models",
+    "tests/ds4/text/tools/test_rarer_calls.py": "small readers of one model line each",
     "tests/ds4/ring/test_life_cycle.py": "both ends of the ring together",
     "tests/ds4/ring/test_processes.py": "both ends of the ring in real processes",
     "tests/workers/devices/cpu/test_fallback.py": "a broken Numba, seen from the registry and the build",
     "tests/workers/devices/cpu/test_quality.py": "the whole engine on the real model",
+    "tests/workers/devices/cpu/test_sampling.py": "the device and the host's sampler together",
     "tests/workers/devices/cpu/test_kernels.py": "every kernel module against the oracle",
     "tests/workers/devices/cuda/test_server.py": "the device below the whole server",
 }
