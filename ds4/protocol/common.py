@@ -26,6 +26,7 @@ from ds4.generation import (
     GenerationRequest,
     SamplingParams,
 )
+from ds4.json_size import check_json_size
 from ds4.protocol.refused import RefusedFields, refuse_unsupported
 from ds4.protocol.structured import Structure, structure_of
 
@@ -175,6 +176,7 @@ _T = TypeVar("_T")
 
 def decode_body(decoder: "msgspec.json.Decoder[_T]", body: bytes) -> _T:
     """The body as its wire struct. Raises RequestError naming the field."""
+    check_json_size(body)
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

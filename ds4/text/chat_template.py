@@ -16,6 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from ds4.errors import RequestError
+from ds4.json_size import check_json_size
 from ds4.model_file import ModelFile
 from ds4.text.markers import GUARD
 from ds4.text.template_sandbox import (
@@ -314,8 +315,10 @@ def _with_object_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
+    text = function["arguments"].encode("utf-8", "replace") or b"{}"
+    check_json_size(text)
     try:
-        arguments = msgspec.json.decode(function["arguments"] or "{}")
+        arguments = msgspec.json.decode(text)
     except msgspec.DecodeError:
         return call  # a model may have written it wrong: let the template show it as it is
     if not isinstance(arguments, dict):

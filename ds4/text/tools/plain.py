@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from ds4.json_size import check_json_size
 from ds4.text.chat_template import ChatTemplate
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -58,8 +59,10 @@ def _line(call: Mapping[str, Any]) -> str:
     function = call["function"]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
+        text = arguments.encode("utf-8", "replace") or b"{}"
+        check_json_size(text)
         with contextlib.suppress(msgspec.DecodeError):  # else as wrong as it was
-            arguments = msgspec.json.decode(arguments or "{}")
+            arguments = msgspec.json.decode(text)
     return _encode({"name": function["name"], "arguments": arguments}).decode()
 
 
