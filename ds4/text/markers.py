@@ -19,6 +19,8 @@ _REPLACEMENT: Final = "\ufffd"
 # One character cannot be broken up by a guard; hundreds are no marker that a template writes.
 _MIN_CHARS: Final = 2
 _MAX_CHARS: Final = 512
+# A search keeps the interpreter lock until it finds something.
+_WINDOW_CHARS: Final = 1 << 18
 
 
 def _begins_one(sorted_texts: list[str], head: str) -> bool:
@@ -51,11 +53,17 @@ class MarkerTable:
                 return length
         return 0
 
+    def _starts(self, text: str) -> Iterator[int]:
+        """Where a marker could start."""
+        if self._first is not None:
+            for begin in range(0, len(text), _WINDOW_CHARS):
+                for match in self._first.finditer(text, begin, begin + _WINDOW_CHARS):
+                    yield match.start()
+
     def find(self, text: str) -> Iterator[tuple[int, int, int]]:
         """(start, end, id) of each marker, leftmost first, the longest where several start."""
         end = 0
-        for match in self._first.finditer(text) if self._first else ():
-            start = match.start()
+        for start in self._starts(text):
             if start >= end and (length := self._longest_at(text, start)):
                 end = start + length
                 yield start, end, self._ids[text[start:end]]
@@ -72,8 +80,7 @@ class MarkerTable:
         ):
             pieces.append(GUARD)  # the template could write the first half
         done = 0
-        for match in self._first.finditer(text):
-            index = match.start()
+        for index in self._starts(text):
             unfinished = len(text) - index < self._max_chars and _begins_one(self._sorted, text[index:])
             if unfinished or self._longest_at(text, index):
                 pieces += (text[done : index + 1], GUARD)

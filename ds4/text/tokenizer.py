@@ -18,7 +18,10 @@ from ds4.text.markers import MarkerTable
 from ds4.vocabulary import TokenType, Vocabulary, byte_table, covers_utf8, read_vocabulary
 
 _WHITE_SPACE: Final = " \t\n\v\f\r"  # what C's isspace strips after Phi-3's markers
+# A list of so many ids is made in some 20 ms, in which every stream of this process stands still.
+_MAX_IDS: Final = 1 << 20
 _ALONE_CHARS: Final = 4096  # below, the hop to the package's threads costs more than the stall
+_WINDOW_CHARS: Final = 1 << 18
 # These keep white space that follows them, in the vocabularies that strip it.
 _KEEPS_SPACE: Final = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
@@ -46,8 +49,11 @@ class Tokenizer:
             else frozenset()
         )
         # 0: no bound, because some text would cost nothing
-        covered = covers_utf8(self._bytes) and not self._stripping
-        self._max_bytes = max(map(len, self._bytes)) if covered else 0
+        byte_level = vocabulary.pre_tokenizer is not None and vocabulary.pre_tokenizer.byte_level
+        covered = covers_utf8(self._bytes)
+        self._max_bytes = max(map(len, self._bytes)) if (covered or byte_level) and not self._stripping else 0
+        self._dropped = b"" if covered else self._missing_bytes()
+        self._max_ids = max(_MAX_IDS, model.get_int(model.key("context_length"), _MAX_IDS, low=1))
         self._merger = build_merger(model, vocabulary, add_space_prefix=vocabulary.add_space_prefix)
         self.vocab_size: Final = len(vocabulary.tokens)
         self.bos_id: Final = vocabulary.bos_id
@@ -61,6 +67,15 @@ class Tokenizer:
         """The tokenizer of `model`. Raises ModelFileError, naming the pre-tokenizer if that is unknown."""
         return cls(model, read_vocabulary(model))
 
+    def _missing_bytes(self) -> bytes:
+        """The bytes that a byte-level vocabulary has no id for: it leaves them out of the text."""
+        found = {
+            raw
+            for raw, token_type in zip(self._bytes, self._vocabulary.types, strict=True)
+            if token_type in (TokenType.NORMAL, TokenType.UNUSED, TokenType.UNDEFINED)
+        }
+        return bytes(byte for byte in range(256) if bytes([byte]) not in found)
+
     def _plain(self, text: str) -> list[int]:
         if not text:
             return []
@@ -70,10 +85,19 @@ class Tokenizer:
             else:
                 # Only the batch calls let go of the interpreter lock: a megabyte takes seconds, in which
                 # every stream of this process would stand still.
-                ids = self._merger.encode_batch_fast([text], add_special_tokens=False)[0].ids
+                found = self._merger.encode_batch_fast([text], add_special_tokens=False)[0]
+                self._refuse_over(len(found))
+                ids = found.ids
         except (UnicodeEncodeError, TypeError):
             raise RequestError("the text contains lone surrogates, which are no Unicode text") from None
         return ids
+
+    def _refuse_over(self, num_ids: int) -> None:
+        if num_ids > self._max_ids:
+            raise RequestError(
+                f"prompt is too long: {num_ids} tokens > {self._max_ids} maximum",
+                code="context_length_exceeded",
+            )
 
     def _with_markers(self, text: str) -> list[int]:
         ids: list[int] = []
@@ -81,6 +105,7 @@ class Tokenizer:
         for start, end, token_id in self.markers.find(text):
             ids += self._plain(self._between(text[done:start], ids))
             ids.append(token_id)
+            self._refuse_over(len(ids))
             done = end
         return ids + self._plain(self._between(text[done:], ids))
 
@@ -113,7 +138,19 @@ class Tokenizer:
 
         Tokenizing is linear, but a body of the largest size would keep a front end busy for a minute.
         """
-        return -(-len(text) // self._max_bytes) if self._max_bytes else 0
+        if not self._max_bytes:
+            return 0
+        num_bytes = len(text)
+        if self._dropped:
+            num_bytes = sum(
+                len(
+                    text[start : start + _WINDOW_CHARS]
+                    .encode("utf-8", "replace")
+                    .translate(None, self._dropped)
+                )
+                for start in range(0, len(text), _WINDOW_CHARS)
+            )
+        return -(-num_bytes // self._max_bytes)
 
     def encode_rendered(self, guarded: str) -> list[int]:
         """Ids of what `ChatTemplate.render` returned: its markers count, guarded user text does not."""

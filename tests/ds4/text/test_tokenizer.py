@@ -296,6 +296,18 @@ def test_decoding_returns_what_was_encoded(trained: Tokenizer, trained_spm: Toke
         assert tokenizer.min_tokens("x" * 100_000) > 1000
 
 
-def test_a_vocabulary_that_drops_bytes_promises_no_length(tmp_path: Path) -> None:
+def test_a_vocabulary_that_drops_bytes_promises_a_length_for_the_others(tmp_path: Path) -> None:
     tokenizer = load(write_vocabulary(tmp_path / "v.gguf", byte_tokens()[:100], pre="gpt-2", merges=[]))
     assert tokenizer.min_tokens("é" * 1000) == 0
+    text = "é!" * 500_000  # more than is looked at in one piece
+    assert tokenizer.min_tokens(text) == 500_000
+    assert len(tokenizer.encode(text[:20_000], add_special=False, parse_special=False)) == 10_000
+
+
+def test_more_ids_than_can_be_listed_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds4.text.tokenizer._MAX_IDS", 5000)
+    tokenizer = chat_vocabulary(tmp_path)
+    for text in ("!" * 5001, "<bos>" * 5001):
+        assert len(tokenizer.encode(text[:5000], add_special=False, parse_special=True)) <= 5000
+        with pytest.raises(RequestError, match="prompt is too long: 5001 tokens > 5000 maximum"):
+            tokenizer.encode(text, add_special=False, parse_special=True)
