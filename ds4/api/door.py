@@ -4,8 +4,9 @@ Owns: the refusal for want of a slot, and its pace. Runs in: front ends. Pure AS
 they know how many slots a request needs.
 
 A refusal takes time from the streams that run in the same loop. Polite clients take little of it: they come
-back when they were told to. For all others the pace is bounded: who comes when many were just turned away
-is held for a moment, at no cost, and let in if a slot is free by then.
+back when they were told to. Others are slowed down: who comes when many were just turned away is held for a
+moment, at no cost, and let in if a slot is free by then. So whoever comes back at once is refused once or twice
+a second on each of its connections, not thousands of times.
 """
 
 import asyncio
