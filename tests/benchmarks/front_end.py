@@ -35,7 +35,7 @@ from tests.support.tiny_model import TinyShape, write_tiny_model
 
 _MARK: Final = b"data: "
 _PROMPT: Final = "hello there, "  # with the template around it, 32 tokens
-_SHAPE: Final = TinyShape(max_context_tokens=1 << 17)
+LONG_CONTEXT: Final = 1 << 17
 _READY_S: Final = 60.0
 _READ_BYTES: Final = 1 << 20
 
@@ -163,15 +163,18 @@ def process(command: Sequence[str], where: set[int]) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def front_and_worker(port: int, num_slots: int, pace_us: int, *, model: str = "") -> Iterator[int]:
+def front_and_worker(
+    port: int, num_slots: int, pace_us: int, *, model: str = "", num_context_tokens: int = LONG_CONTEXT
+) -> Iterator[int]:
     """One front end that is ready, with the mock device behind it: the front end's process id.
 
-    `model` is a GGUF file, by default a tiny one with room for long prompts.
+    `model` is a GGUF file, by default a tiny one with room for prompts of so many tokens.
     """
     alone, others = cores()
     rate = str(1e6 / pace_us if pace_us else 0)
     with tempfile.TemporaryDirectory() as scratch:
-        common = ["--model", model or str(write_tiny_model(Path(scratch) / "tiny.gguf", shape=_SHAPE))]
+        shape = TinyShape(max_context_tokens=num_context_tokens)
+        common = ["--model", model or str(write_tiny_model(Path(scratch) / "tiny.gguf", shape=shape))]
         common += ["--shared-dir", str(Path(scratch) / "ring"), "--log-level", "error"]
         common += ["--slots-per-front-end", str(num_slots)]
         mock = ["--device", "mock", "--mock-tokens-per-s", rate, "--batched-sessions", str(num_slots)]
