@@ -54,7 +54,7 @@ class MarkerTable:
         return 0
 
     def _starts(self, text: str) -> Iterator[int]:
-        """Where a marker could start."""
+        """Where a marker could start: `_first` is one character, so no match lies across two windows."""
         if self._first is not None:
             for begin in range(0, len(text), _WINDOW_CHARS):
                 for match in self._first.finditer(text, begin, begin + _WINDOW_CHARS):
