@@ -10,11 +10,11 @@ from workers.devices.emulator.memory import EmulatorArray
 from workers.kernels.sources import Kernel
 
 ADVANCE = Kernel(source="rope_append.cu", entry="advance")  # pointer, pointer, int
-QUANTISE = Kernel(source="quantise.cu", entry="rms_norm")  # a float among pointers and an int
+QUANTISE = Kernel(source="quantise.cu", entry="rms_norm")  # a float among pointers and ints
 
 
 def test_scalars_get_the_declared_type() -> None:
-    cells = convert(QUANTISE, [None, None, None, 64, 1, None, None, None])
+    cells = convert(QUANTISE, [None, None, None, 64, 1, None, None, None, 0])
     assert [type(cell) for cell in cells[3:5]] == [np.int32, np.float32]
     assert cells[4] == 1.0
     array = EmulatorArray.allocate(4, np.int32)
@@ -31,7 +31,7 @@ def test_what_is_no_whole_number_of_the_type_is_refused(value: Any) -> None:
 @pytest.mark.parametrize("value", [True, None, "1", 1j])
 def test_what_is_no_number_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="argument 4"):
-        convert(QUANTISE, [None, None, None, 64, value, None, None, None])
+        convert(QUANTISE, [None, None, None, 64, value, None, None, None, 0])
 
 
 @pytest.mark.parametrize("value", [np.zeros(4, np.int32), 7, b"1234"])
