@@ -127,7 +127,8 @@ class LifeCycle(RuleBasedStateMachine):
         except RingFullError:
             assert free == 0
         except RingUnavailableError:
-            assert self.worker is None or not front.attached
+            # Attached, it may not have noticed yet that the worker it knows is gone.
+            assert self.worker is None or not front.attached or front.worker_state != WorkerState.READY
         else:
             assert front.num_free_slots == free - 1
             self.open[place].append(Open(stream))
