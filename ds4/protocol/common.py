@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 MAX_CHOICES: Final = 128
 _SEED_BITS: Final = 64
+_DRAWN_SEED_BITS: Final = 32  # answers may show it, and not every client's numbers hold 64 bits
 _MAX_BIAS: Final = 100.0
 _MAX_BIASED_CHARS: Final = 256
 _MAX_TOP_K: Final = 1 << 30
@@ -337,7 +338,7 @@ def _max_tokens(fields: GenerationFields, defaults: SamplingDefaults, least: int
 
 def _seed(value: int | None) -> int:
     if value is None or value == -1:  # -1: llama-server's spelling of "any"
-        return secrets.randbits(_SEED_BITS)
+        return secrets.randbits(_DRAWN_SEED_BITS)
     return _whole("seed", value, 0, -(1 << 63), (1 << _SEED_BITS) - 1) % (1 << _SEED_BITS)
 
 

@@ -204,6 +204,9 @@ def test_a_prompt_that_fills_the_context_is_an_overflow() -> None:
 def test_without_a_seed_every_request_draws_its_own() -> None:
     assert _plan().sampling.seed != _plan().sampling.seed
     assert _plan(seed=-1).sampling.seed != _plan(seed=-1).sampling.seed
+    assert max(_plan().sampling.seed for _ in range(9)) < 1 << 32, (
+        "clients with 64-bit floats can send it again"
+    )
 
 
 def test_ends_of_the_vocabulary_stop_unless_ignored() -> None:
