@@ -12,6 +12,7 @@ import uvloop
 
 from ds4.errors import RequestError
 from ds4.generation import MAX_GRAMMAR_BYTES
+from ds4.text import grammar_compiler
 from ds4.text.grammar import JSON_OBJECT, GrammarSource, choice_source, json_source
 from ds4.text.grammar_compiler import GrammarCompiler
 from tests.ds4.text.test_grammar_check import BOMB
@@ -78,15 +79,17 @@ def test_what_was_compiled_or_refused_once_is_remembered(tmp_path: Path) -> None
     run(tmp_path, scenario)
 
 
-def test_the_cache_is_bounded(tmp_path: Path) -> None:
+def test_the_cache_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compiler, "_MAX_CACHED_CHARS", 1 << 20)
+
     async def scenario(compiler: GrammarCompiler) -> None:
         for number in range(600):
             await compiler.compile(choice_source([f"{number}"]), "guided_choice")
         assert len(compiler._cache) == 512
-        large = "y" * (MAX_GRAMMAR_BYTES // 2)
-        for number in range(80):
+        large = "y" * 30_000
+        for number in range(30):
             await compiler.compile(choice_source([f"{number}{large}"]), "guided_choice")
-        assert compiler._num_chars < 20 << 20
+        assert 0.9 * (1 << 20) < compiler._num_chars <= 1 << 20
 
     run(tmp_path, scenario)
 
