@@ -52,6 +52,7 @@ from ds4.text.tool_calls import (
     OutputEvent,
     ReasoningDelta,
     TextDelta,
+    tool_types,
 )
 
 _EMPTY: Final = Delta()
@@ -98,7 +99,7 @@ def chat_job(model: ServedModel, request: ChatRequest, param: str) -> Job:
     parser = partial(
         output.parser,
         rendered=rendered[-_TAIL_CHARS:],
-        tools=asked.tools,
+        tools=tool_types(asked.tools),
         is_parallel=asked.is_parallel,
         is_forced=asked.is_forced,
     )

@@ -9,7 +9,7 @@ of a call that the limit of tokens cut off before its name was known.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -24,9 +24,9 @@ from ds4.text.tool_calls import (
     CallBegin,
     EventSink,
     OutputEvent,
+    ParameterTypes,
     TextDelta,
     ToolFormat,
-    tool_types,
 )
 
 _NOTHING: Final = Markers(())
@@ -44,15 +44,16 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
         self,
         *,
         rendered: str,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Mapping[str, ParameterTypes] | None = None,
         is_parallel: bool = True,
         is_forced: bool = False,
     ) -> "OutputParser | None":
         """A parser for one stream of this prompt; None where there can be nothing but text.
 
-        `is_forced`: the answer has to be a call.
+        `tools` is what `tool_types` says of them: it takes milliseconds where there are many, and every
+        choice has a parser. `is_forced`: the answer has to be a call.
         """
-        sink = EventSink(tool_types(tools or ()), is_parallel=is_parallel)
+        sink = EventSink(tools or {}, is_parallel=is_parallel)
         source = ArrivingText()
         if self.harmony is not None:
             return OutputParser(source, sink, self.harmony.read(source, sink, has_tools=bool(tools)))

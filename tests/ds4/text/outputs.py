@@ -15,6 +15,7 @@ from ds4.text.tool_calls import (
     OutputEvent,
     ReasoningDelta,
     TextDelta,
+    tool_types,
 )
 
 # One example is cut and parsed several times; there are many families.
@@ -78,7 +79,7 @@ def parse(
     is_parallel: bool = True,
 ) -> Flat:
     """The events of this output."""
-    parser = output_format.parser(rendered=rendered, tools=tools, is_parallel=is_parallel)
+    parser = output_format.parser(rendered=rendered, tools=tool_types(tools or ()), is_parallel=is_parallel)
     assert parser is not None
     events = [event for piece in pieces for event in parser.push(piece)]
     return flat(events + parser.finish())

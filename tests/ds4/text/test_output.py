@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4.text.tool_calls import CallBegin
+from ds4.text.tool_calls import CallBegin, tool_types
 from tests.ds4.text.outputs import TOOLS, call, cuts, flat, format_of, moderately, parse, parse_every_way
 
 HERMES = format_of("<tool_call> <think>")
@@ -34,7 +34,7 @@ PIECES = st.sampled_from(
 
 def test_there_is_no_parser_where_there_can_be_nothing_but_text() -> None:
     assert format_of("").parser(rendered="", tools=None) is None
-    assert format_of("<tool_call>").parser(rendered="", tools=[]) is None
+    assert format_of("<tool_call>").parser(rendered="", tools={}) is None
 
 
 def test_text_without_tags_passes_unchanged() -> None:
@@ -43,7 +43,7 @@ def test_text_without_tags_passes_unchanged() -> None:
 
 
 def test_text_is_held_back_only_while_it_may_become_a_tag() -> None:
-    parser = HERMES.parser(rendered="", tools=TOOLS)
+    parser = HERMES.parser(rendered="", tools=tool_types(TOOLS))
     assert parser is not None
     pieces = ("Hello <tool", "s> and", " \n", "<tool_call", ">x")
     shown = [[text for _, text in flat(parser.push(piece))] for piece in pieces]
@@ -89,7 +89,7 @@ def test_a_call_that_begins_too_late_is_text() -> None:
 
 
 def test_what_is_held_back_has_a_bound() -> None:
-    parser = HERMES.parser(rendered="", tools=TOOLS)
+    parser = HERMES.parser(rendered="", tools=tool_types(TOOLS))
     assert parser is not None
     parser.push('<tool_call>{"x": "')
     num_held = 0
@@ -101,7 +101,7 @@ def test_what_is_held_back_has_a_bound() -> None:
 def test_only_the_first_call_counts_where_parallel_ones_are_not_wanted() -> None:
     output = 'A<tool_call>{"name":"ping"}</tool_call> B <tool_call>{"name":"ping"}</tool_call> C'
     assert parse_every_way(HERMES, output, is_parallel=False) == [("text", "A"), *call(0, "ping", "{}")]
-    parser = HERMES.parser(rendered="", tools=TOOLS, is_parallel=False)
+    parser = HERMES.parser(rendered="", tools=tool_types(TOOLS), is_parallel=False)
     assert parser is not None
     done = []
     for piece in ('A<tool_call>{"name":"ping"', "}"):
@@ -111,7 +111,7 @@ def test_only_the_first_call_counts_where_parallel_ones_are_not_wanted() -> None
 
 
 def test_ids_are_different() -> None:
-    parser = HERMES.parser(rendered="", tools=TOOLS)
+    parser = HERMES.parser(rendered="", tools=tool_types(TOOLS))
     assert parser is not None
     events = parser.push('<tool_call>{"name":"ping"}\n{"name":"ping"}</tool_call>')
     ids = {event.id for event in events if isinstance(event, CallBegin)}
@@ -120,7 +120,7 @@ def test_ids_are_different() -> None:
 
 
 def test_finishing_twice_changes_nothing() -> None:
-    parser = HERMES.parser(rendered="", tools=TOOLS)
+    parser = HERMES.parser(rendered="", tools=tool_types(TOOLS))
     assert parser is not None
     parser.push("x <tool")
     assert flat(parser.finish()) == [("text", " <tool")]
@@ -155,7 +155,7 @@ def test_a_call_that_the_limit_cuts_off_is_a_call_so_far_or_nothing(template: st
     head = (*output_format.tools.openers, "")[0]
     for length in range(1, 40):
         said = head + '{"name": "ping", "arguments": {"city": "Bonn"}}'[:length]
-        parser = output_format.parser(rendered="", tools=TOOLS, is_forced=True)
+        parser = output_format.parser(rendered="", tools=tool_types(TOOLS), is_forced=True)
         assert parser is not None
         parser.feed(said)
         parser.end(is_cut=True)
@@ -168,7 +168,7 @@ def test_a_call_that_the_limit_cuts_off_is_a_call_so_far_or_nothing(template: st
 
 
 def test_what_may_be_an_answer_stays_one_when_it_is_cut_off() -> None:
-    parser = format_of("{{ messages }}").parser(rendered="", tools=TOOLS)
+    parser = format_of("{{ messages }}").parser(rendered="", tools=tool_types(TOOLS))
     assert parser is not None
     parser.feed('{"name": "Bo')
     parser.end(is_cut=True)

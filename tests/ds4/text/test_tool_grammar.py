@@ -9,7 +9,7 @@ import pytest
 from ds4.text.grammar import GrammarSource, grammar_of, thinking_rules
 from ds4.text.output import OutputFormat
 from ds4.text.reasoning import ThinkTags
-from ds4.text.tool_calls import ArgumentsDelta, CallBegin, ReasoningDelta, TextDelta, ToolFormat
+from ds4.text.tool_calls import ArgumentsDelta, CallBegin, ReasoningDelta, TextDelta, ToolFormat, tool_types
 from ds4.text.tool_grammar import PLAIN, CallLayout, grammar_for_tools, layout_of
 from ds4.text.tools.json_calls import JsonCalls
 from ds4.text.tools.marked_calls import LlamaCalls, MarkedCalls, MistralCalls
@@ -51,7 +51,7 @@ def layout(family: ToolFormat) -> CallLayout:
 
 def calls_in(output: OutputFormat, text: str) -> list[tuple[str, Any]]:
     """Names and arguments; fails where anything else than white space or reasoning was said."""
-    parser = output.parser(rendered="", tools=TOOLS)
+    parser = output.parser(rendered="", tools=tool_types(TOOLS))
     assert parser is not None
     names: list[str] = []
     arguments: list[str] = []
@@ -108,7 +108,7 @@ def test_reasoning_may_come_before_the_calls(seed: int) -> None:
     text = "<think>" + random_output(grammar_of(GrammarSource("grammar", lark, thinking)), seed)
     output = OutputFormat(think=tags, tools=family)
     assert calls_in(output, text) == [("stop", {})]
-    parser = output.parser(rendered="", tools=TOOLS)
+    parser = output.parser(rendered="", tools=tool_types(TOOLS))
     assert parser is not None
     assert any(isinstance(event, ReasoningDelta) for event in [*parser.push(text), *parser.finish()])
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds4.text.tool_calls import tool_types
 from tests.ds4.text.outputs import Flat, call, cuts, format_of, moderately, parse, parse_every_way
 
 HERMES = format_of("<tool_call>")
@@ -98,7 +99,7 @@ def test_a_bare_call_that_ends_badly_stays_one(end: str) -> None:
 
 
 def test_arguments_are_streamed_while_they_are_written() -> None:
-    parser = HERMES.parser(rendered="", tools=[{"name": "ping"}])
+    parser = HERMES.parser(rendered="", tools=tool_types([{"name": "ping"}]))
     assert parser is not None
     parser.push('<tool_call>{"name": "ping", "arguments": {"a": "')
     for piece in ("some", " long", " text"):
@@ -124,7 +125,7 @@ def test_json_that_names_no_tool_is_text(template: str, output: str) -> None:
 
 
 def test_json_that_is_no_call_is_not_held_back() -> None:
-    parser = format_of("").parser(rendered="", tools=[{"name": "ping"}])
+    parser = format_of("").parser(rendered="", tools=tool_types([{"name": "ping"}]))
     assert parser is not None
     assert parser.push('{"title": "') != []
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds4.text.tool_calls import tool_types
 from tests.ds4.text.outputs import TOOLS, call, cuts, format_of, moderately, parse, parse_every_way, tool
 
 BAR = "\uff5c"
@@ -99,7 +100,7 @@ def test_a_call_without_arguments_has_an_empty_object(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_text_values_are_streamed_while_they_are_written(form: str) -> None:
     template, before, member, _ = FORMS[form]
-    parser = format_of(template).parser(rendered="", tools=TOOLS)
+    parser = format_of(template).parser(rendered="", tools=tool_types(TOOLS))
     assert parser is not None
     parser.push(before + member("city", "@").split("@")[0] + "I")
     assert [event.text for event in parser.push('s "t')] == ['s \\"t']  # type: ignore[union-attr]
