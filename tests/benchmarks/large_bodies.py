@@ -1,11 +1,12 @@
 """What large requests cost the streams of others: how much later a token comes while they are prepared.
 
-`python -m tests.benchmarks.large_bodies [--streams 32] [--pace-us 10000] [--seconds 5] [--mib 1] [--model GGUF]`
+`python -m tests.benchmarks.large_bodies [--streams 32] [--pace-us 10000] [--seconds 5] [--mib 1] [--context 131072]`
 runs paced streams on one front end with the mock device, and meanwhile sends bodies of this size one after
 another, one kind at a time. A stall is the time between two reads of one stream beyond the pace. The first
 row, without large bodies, is what machine, worker and client cost themselves. A prompt that is longer than
-the model's context (128 Ki tokens of about a byte, if `--model` names no other) is refused with 400 once it
-is tokenized, so that the worker has no part in it.
+the model's context (128 Ki tokens of about a byte, if neither `--context` nor `--model` says otherwise) is
+refused with 400 once it is tokenized, so that the worker has no part in it. With `--context 2097152` all are
+taken: the worker computes the first of a kind and finds the others in its prefix cache.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from tests.benchmarks.front_end import cores, front_and_worker, stream_request
+from tests.benchmarks.front_end import LONG_CONTEXT, cores, front_and_worker, stream_request
 
 _WORDS: Final = "The quick brown fox jumps over the lazy dog, says hello and runs away again.\n"
 _READ_BYTES: Final = 1 << 16
@@ -132,6 +133,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--mib", type=float, default=1.0)
     parser.add_argument("--port", type=int, default=18097)
+    parser.add_argument("--context", type=int, default=LONG_CONTEXT, help="tokens")
     parser.add_argument("--model", default="", help="in place of the tiny model with its long context")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--send", choices=KINDS)
@@ -149,7 +151,13 @@ def main(arguments: Sequence[str]) -> None:
     print("| --- | --- | --- | --- | --- | --- | --- |")
     with contextlib.ExitStack() as stack:
         stack.enter_context(
-            front_and_worker(options.port, options.streams + 8, options.pace_us, model=options.model)
+            front_and_worker(
+                options.port,
+                options.streams + 8,
+                options.pace_us,
+                model=options.model,
+                num_context_tokens=options.context,
+            )
         )
         os.sched_setaffinity(0, cores()[1])
         read_gaps(options.port, options.streams, 16)  # warm
