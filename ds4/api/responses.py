@@ -87,15 +87,16 @@ async def _prepare(exchange: Exchange, request: ResponsesRequest) -> tuple[list[
     """The items of this turn, and what they ask of the worker. Raises RequestError, StoreError."""
     state = exchange.state
     _check_store(state, request)
-    items = [_with_id(item) for item in input_items(request)]
     history = await _history(state, request.previous_response_id, exchange.tenant.name)
     limit = state.max_context_tokens
+
+    def work() -> tuple[list[Item], Job]:
+        items = [_with_id(item) for item in input_items(request)]
+        return items, _fitting_job(state.model, request, [*history, *items], limit)
+
     # How long a body is says little here: the history may be long.
-    job = await state.compute(
-        OFF_LOOP_BYTES if history or not isinstance(request.input, str) else len(request.input),
-        lambda: _fitting_job(state.model, request, [*history, *items], limit),
-    )
-    return items, job
+    is_short = not history and isinstance(request.input, str)
+    return await state.compute(len(request.input) if is_short else OFF_LOOP_BYTES, work)
 
 
 def _check_store(state: FrontState, request: ResponsesRequest) -> None:
