@@ -9,6 +9,7 @@ would stop every stream of the process for a third of a second. NumPy lets go of
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ds4.errors import RequestError
 
@@ -16,7 +17,7 @@ MAX_JSON_ITEMS: Final = 1 << 17  # strings, lists and objects: some 20 ms to dec
 MAX_JSON_VALUES: Final = 1 << 20  # with numbers, which cost a tenth: all the ids of a long context
 _WINDOW_BYTES: Final = 1 << 20
 _MIN_ITEM_BYTES: Final = 2
-_QUOTE, _BACKSLASH, _COMMA, _BRACKETS = b'"\\,{'
+_QUOTE, _BACKSLASH, _COMMA, _BRACE = b'"\\,{'
 
 
 def check_json_size(body: bytes) -> None:
@@ -26,9 +27,13 @@ def check_json_size(body: bytes) -> None:
     """
     if len(body) < MAX_JSON_ITEMS * _MIN_ITEM_BYTES:
         return
+    data = np.frombuffer(body, np.uint8)
+    num_quotes, num_commas = _count(data == _QUOTE), _count(data == _COMMA)
+    num_containers = _count(_brackets(data))
+    if num_quotes // 2 + num_containers <= MAX_JSON_ITEMS and num_commas + num_containers <= MAX_JSON_VALUES:
+        return  # even if all of them counted: a long text, as most large bodies are
     num_quotes = num_containers = num_commas = 0
     is_inside = is_escaped = False
-    data = np.frombuffer(body, np.uint8)
     for start in range(0, len(data), _WINDOW_BYTES):
         window = data[start : start + _WINDOW_BYTES]
         quotes = window == _QUOTE
@@ -45,12 +50,19 @@ def check_json_size(body: bytes) -> None:
         inside = (np.cumsum(quotes, dtype=np.uint8) + np.uint8(is_inside)) & 1
         is_inside = bool(inside[-1])
         outside = inside == 0
-        num_quotes += int(np.count_nonzero(quotes))
-        # One bit makes `{` of `[`.
-        num_containers += int(np.count_nonzero(outside & ((window | 0x20) == _BRACKETS)))
-        num_commas += int(np.count_nonzero(outside & (window == _COMMA)))
+        num_quotes += _count(quotes)
+        num_containers += _count(outside & _brackets(window))
+        num_commas += _count(outside & (window == _COMMA))
     _refuse("strings, lists and objects", num_quotes // 2 + num_containers, MAX_JSON_ITEMS)
     _refuse("values", num_commas + num_containers, MAX_JSON_VALUES)
+
+
+def _count(mask: NDArray[np.bool_]) -> int:
+    return int(np.count_nonzero(mask))
+
+
+def _brackets(data: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    return (data | 0x20) == _BRACE  # one bit makes `{` of `[`
 
 
 def _refuse(what: str, count: int, limit: int) -> None:

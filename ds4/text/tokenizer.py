@@ -85,6 +85,7 @@ class Tokenizer:
             else:
                 # Only the batch calls let go of the interpreter lock: a megabyte takes seconds, in which
                 # every stream of this process would stand still.
+                self._refuse_over(self.min_tokens(text))
                 found = self._merger.encode_batch_fast([text], add_special_tokens=False)[0]
                 self._refuse_over(len(found))
                 ids = found.ids
