@@ -44,19 +44,25 @@ def _tools(num_bytes: int) -> list[dict[str, Any]]:
 def _body(kind: str, num_bytes: int) -> tuple[str, bytes]:
     text = _text(num_bytes)
     turns = [{"role": role, "content": _WORDS} for role in ("user", "assistant")] * (num_bytes // 250)
+    parts = [{"type": "text", "text": "a"}] * (num_bytes // 32)
+    inputs = [{"type": "input_text", "text": "a"}] * (num_bytes // 38)
     bodies: dict[str, tuple[str, dict[str, Any]]] = {
         "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
         "chat, many turns": ("/v1/chat/completions", {"messages": turns}),
+        "chat, many parts": ("/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]}),
         "chat, tools": (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "hello"}], "tools": _tools(num_bytes)},
         ),
         "completion": ("/v1/completions", {"prompt": text}),
+        "completion, ids": ("/v1/completions", {"prompt": [70] * (num_bytes // 4)}),
         "responses": ("/v1/responses", {"input": text}),
+        "responses, many parts": ("/v1/responses", {"input": [{"role": "user", "content": inputs}]}),
         "messages": ("/v1/messages", {"messages": [{"role": "user", "content": text}]}),
+        "messages, many parts": ("/v1/messages", {"messages": [{"role": "user", "content": parts}]}),
         "count_tokens": ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": text}]}),
         "tokenize": ("/tokenize", {"content": text}),
-        "detokenize": ("/detokenize", {"tokens": [70] * (num_bytes // 3)}),
+        "detokenize": ("/detokenize", {"tokens": [70] * (num_bytes // 4)}),
     }
     path, fields = bodies[kind]
     if path.startswith("/v1") and "count" not in path:
@@ -68,10 +74,14 @@ def _body(kind: str, num_bytes: int) -> tuple[str, bytes]:
 KINDS: Final = (
     "chat",
     "chat, many turns",
+    "chat, many parts",
     "chat, tools",
     "completion",
+    "completion, ids",
     "responses",
+    "responses, many parts",
     "messages",
+    "messages, many parts",
     "count_tokens",
     "tokenize",
     "detokenize",
