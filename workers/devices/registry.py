@@ -44,7 +44,7 @@ def _without_cpu(settings: Settings, reason: str, remedy: str) -> str:
 
 
 def _without_numba(settings: Settings, error: ImportError) -> str:
-    reason = f"the cpu device needs Numba, which cannot be imported ({error})"
+    reason = f"the cpu device needs Numba, which does not work here ({error})"
     return _without_cpu(settings, reason, "install ds4-server[cpu] or ")
 
 

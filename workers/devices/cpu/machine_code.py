@@ -11,7 +11,6 @@ import hashlib
 import logging
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,11 +21,13 @@ from typing import Final
 import llvmlite.binding as llvm
 import msgspec
 
+from ds4.children import module_command
 from workers.devices.cpu.spec import StepSpec
 from workers.devices.cpu.target import Target, target_machine
 
 log: Final = logging.getLogger(__name__)
 _DIGEST_BYTES: Final = 32
+_COMPILE_S: Final = 900.0  # takes some ten seconds; many times that on a crowded machine
 _ENTRY: Final = "ds4_cpu_step"
 _FUNCTION: Final = ctypes.CFUNCTYPE(
     ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
@@ -82,12 +83,16 @@ def load_machine_code(
 
 def _make(target: Target, spec: StepSpec) -> bytes:
     """In a process of its own: the compiler's memory goes back, and its faults are not ours."""
-    done = subprocess.run(
-        [sys.executable, "-m", "workers.devices.cpu.build"],
-        input=msgspec.json.encode((target, spec)),
-        capture_output=True,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            module_command("workers.devices.cpu.build"),
+            input=msgspec.json.encode((target, spec)),
+            capture_output=True,
+            check=False,
+            timeout=_COMPILE_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise ImportError(f"the compiler did not end in {_COMPILE_S:.0f} s") from None
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise ImportError(lines[-1] if lines else f"the compiler ended with {done.returncode}")
