@@ -56,12 +56,22 @@ class HostSampler:
             adjust_below = ALWAYS
         self._table.set(seat, sampling, adjust_below=adjust_below)
 
-    def temperatures(self, seats: NDArray[np.int32]) -> NDArray[np.float32]:
-        """At what temperature the softmax mass of each row [n] is needed; 0 where it is not."""
+    def describe(
+        self, seats: NDArray[np.int32], positions: NDArray[np.int32], draws: NDArray[np.void]
+    ) -> None:
+        """Tell a device what to draw itself: fill in `draws` [n] DRAW; see `sample` for the others."""
         table = self._table
-        unlimited = (table.top_k[seats] == NO_TOP_K) & (table.min_p[seats] == 0.0)
-        drawn = table.needs[seats] & DRAWS != 0
-        return np.where(unlimited & drawn, table.temperature[seats], np.float32(0))
+        needs = table.needs[seats]
+        adjusted = (needs & ADJUSTS != 0) & (positions < table.adjust_below[seats])
+        drawn = (needs & DRAWS != 0) & ~adjusted
+        if not drawn.any():
+            draws["temperature"] = 0.0
+            return
+        draws["temperature"] = np.where(drawn, table.temperature[seats], np.float32(0))
+        draws["min_p"], draws["top_k"], draws["top_p"] = (
+            table.min_p[seats], table.top_k[seats], table.top_p[seats],
+        )  # fmt: skip
+        draws["uniform"] = uniforms(table.stream[seats], positions)
 
     def sample(
         self,
@@ -75,7 +85,7 @@ class HostSampler:
 
         logits [n, vocab_size] float32, only read; rows are contiguous and may be padded at their ends.
         seats [n], each at most once; positions [n]: where in its sequence the drawn token will stand.
-        `summary`: of these logits, at `temperatures`; without it all of it is found here.
+        `summary`: of these logits, after `describe`; without it all of it is found here.
         """
         num_rows = len(seats)
         result.num_samples = num_rows
@@ -99,6 +109,9 @@ class HostSampler:
         needs[positions >= self._table.adjust_below[seats]] &= ~np.uint8(ADJUSTS)
         adjusted = np.flatnonzero(needs & ADJUSTS)
         drawn = np.flatnonzero((needs & (DRAWS | ADJUSTS)) == DRAWS)
+        if summary is not None and len(drawn):
+            token_ids[drawn] = found = summary.draws["token"][drawn]
+            drawn = drawn[found == filters.UNDECIDED]
         if len(drawn):
             token_ids[drawn] = self._draw(
                 self._gather(logits, drawn),
@@ -200,7 +213,7 @@ class HostSampler:
         mass = np.full(len(seats), np.nan)
         unlimited = np.flatnonzero((top_k == NO_TOP_K) & (min_p == 0.0))
         if summary is not None:
-            mass[unlimited] = summary.masses[unlimited]
+            mass[unlimited] = summary.draws["mass"][unlimited]
         elif len(unlimited):
             subset = values if len(unlimited) == len(values) else values[unlimited]
             mass[unlimited] = self._softmax.of(subset, best[unlimited], temperature[unlimited])

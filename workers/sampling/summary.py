@@ -3,9 +3,31 @@
 Owns: nothing; frozen data and pure functions. Runs in: the worker. Source: this project.
 """
 
+from typing import Final
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+# What a device needs for drawing a row's token itself, and in `mass` and `token` what came of it.
+DRAW: Final = np.dtype(
+    [
+        ("temperature", np.float32),  # 0: nothing is to be drawn, or of changed logits
+        ("min_p", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("uniform", np.float64),
+        # The softmax mass: float32 weights summed in float64; negative where top_k or min_p limits it.
+        ("mass", np.float64),
+        ("token", np.int64),  # or UNDECIDED
+    ]
+)
+
+
+def draw_offset(field: str) -> int:
+    """Where a field lies in a DRAW, in bytes."""
+    assert DRAW.fields is not None
+    return int(DRAW.fields[field][1])
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -13,13 +35,12 @@ class Summary(msgspec.Struct, frozen=True):
 
     blocks [n, num_blocks, size] float32: the logits, the last block filled up with -inf.
     maxima [n, num_blocks] float32: the largest of each block, NaN where any is NaN.
-    masses [n] float64: the softmax mass at the temperature that `HostSampler.temperatures` gave; float32
-    weights summed in float64, meaningless where that was 0.
+    draws [n] DRAW: as `HostSampler.describe` filled them in, with their results.
     """
 
     blocks: NDArray[np.float32]
     maxima: NDArray[np.float32]
-    masses: NDArray[np.float64]
+    draws: NDArray[np.void]
 
     def best(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Id and value of each row's largest logit: the lowest id of equals, NaN where there is one."""
@@ -32,7 +53,7 @@ class Summary(msgspec.Struct, frozen=True):
         """The same of some rows. Copies no logits where that is all of them."""
         if len(rows) == len(self.maxima):
             return self
-        return Summary(self.blocks[rows], self.maxima[rows], self.masses[rows])
+        return Summary(self.blocks[rows], self.maxima[rows], self.draws[rows])
 
     def reaching(
         self, threshold: NDArray[np.float32]

@@ -64,4 +64,4 @@ class Code(IntEnum):
     GATE_UP = (
         6  # gate, kind, up or 0, kind, blocks, groups, records, floats, float stride, records, floats, stride
     )
-    SUMMARISE = 7  # logits, stride, values a row, maxima, stride, temperatures, masses
+    SUMMARISE = 7  # logits, stride, values a row, maxima, stride, draws (summary.DRAW a row)

@@ -89,8 +89,8 @@ class CpuDevice:
         started = time.perf_counter()
         self._resolve_tokens(batch)
         self._describe(batch)
-        count = batch.num_samples
-        self._plan.temperatures[:count] = self._sampler.temperatures(batch.sample_seats[:count])
+        seats, positions = self._sampled(batch)
+        self._sampler.describe(seats, positions, self._plan.draws[: len(seats)])
         self._pool.run(self._tuner.choose(batch.num_rows))
         self._tuner.record(batch.num_rows, time.perf_counter() - started)
         self._sample(batch)
@@ -114,7 +114,13 @@ class CpuDevice:
     def _summary(self, count: int) -> Summary:
         plan = self._plan
         blocks = plan.logits.reshape(len(plan.logits), -1, LOGITS_BLOCK)
-        return Summary(blocks[:count], plan.maxima[:count], plan.masses[:count])
+        return Summary(blocks[:count], plan.maxima[:count], plan.draws[:count])
+
+    @staticmethod
+    def _sampled(batch: StepBatch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Seats and positions of the tokens that are to be drawn."""
+        rows = batch.sample_rows[: batch.num_samples]
+        return batch.sample_seats[: batch.num_samples], batch.positions[rows] + np.int32(1)
 
     def _resolve_tokens(self, batch: StepBatch) -> None:
         count = batch.num_rows
@@ -146,8 +152,7 @@ class CpuDevice:
         self._results.num_samples = count
         if count == 0:
             return
-        seats = batch.sample_seats[:count]
-        positions = batch.positions[batch.sample_rows[:count]] + np.int32(1)
+        seats, positions = self._sampled(batch)
         logits = self._plan.logits[:count, : self._vocab_size]
         self._sampler.sample(logits, seats, positions, self._results, self._summary(count))
         self._last_token[seats] = self._results.token_ids[:count]

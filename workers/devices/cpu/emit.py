@@ -34,6 +34,7 @@ I32: Final = ir.IntType(32)
 I64: Final = ir.IntType(64)
 F16: Final = ir.HalfType()
 F32: Final = ir.FloatType()
+F64: Final = ir.DoubleType()
 LANES: Final = 16
 V16F32: Final = ir.VectorType(F32, 16)
 V16I32: Final = ir.VectorType(I32, 16)
@@ -48,6 +49,7 @@ _ROUNDING: Final = 12582912.0
 
 ADDRESS: Final = types.int64
 FLOAT: Final = types.float32
+DOUBLE: Final = types.float64
 VOID: Final = types.void
 
 
@@ -108,7 +110,7 @@ class Library:
         return decorate
 
 
-_LLVM_TYPES: Final = {ADDRESS: I64, FLOAT: F32, VOID: ir.VoidType()}
+_LLVM_TYPES: Final = {ADDRESS: I64, FLOAT: F32, DOUBLE: F64, VOID: ir.VoidType()}
 
 
 def _as_intrinsic(

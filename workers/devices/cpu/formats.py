@@ -20,6 +20,7 @@ import msgspec
 TILE_OUTPUTS: Final = 16
 BLOCK_INPUTS: Final = 32
 OUTPUT_UNIT: Final = 32  # outputs are padded to, and shared out between threads, in units of two tiles
+MAX_GATHERED: Final = 512  # logits of a row that are sorted to draw one
 LOGITS_BLOCK: Final = 64  # of logits whose largest is noted: whole vectors, whole units of outputs
 SPARE_ROWS: Final = 16  # kernels may read and write this many rows past the last one
 
@@ -121,3 +122,8 @@ def record_stride(num_rows: int) -> int:
 def tile_bytes(num_blocks: int) -> int:
     """Memory that a thread needs for products over `num_blocks` blocks: two widened tiles, and sums."""
     return SUMS_BYTES + 2 * num_blocks * WIDE_BYTES
+
+
+def draw_bytes(vocab_stride: int) -> int:
+    """Scratch memory for drawing: keys, logits and weights of the gathered, then weights of the whole row."""
+    return 16 * MAX_GATHERED + 4 * vocab_stride

@@ -24,6 +24,7 @@ import msgspec
 from ds4.children import module_command
 from workers.devices.cpu.spec import StepSpec
 from workers.devices.cpu.target import Target, target_machine
+from workers.sampling.summary import DRAW
 
 log: Final = logging.getLogger(__name__)
 _DIGEST_BYTES: Final = 32
@@ -36,7 +37,7 @@ _FUNCTION: Final = ctypes.CFUNCTYPE(
 
 # The modules of this package that shape the code.
 SOURCES: Final = (
-    "attention", "build", "control", "elementwise", "emit", "formats", "groups", "matmul", "memory", "spec",
+    "attention", "build", "control", "draw", "elementwise", "emit", "formats", "groups", "matmul", "memory", "spec",
     "step", "target", "tiles",
 )  # fmt: skip
 
@@ -101,7 +102,9 @@ def _make(target: Target, spec: StepSpec) -> bytes:
 
 def cache_key(target: Target, spec: StepSpec) -> str:
     """A digest of the target, the spec, the sources of the code and the compiler's version."""
-    digest = hashlib.sha256(msgspec.json.encode((target, spec, version("llvmlite"), version("numba"))))
+    digest = hashlib.sha256(
+        msgspec.json.encode((target, spec, DRAW.descr, version("llvmlite"), version("numba")))
+    )
     for name in SOURCES:
         digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
     return digest.hexdigest()[:32]

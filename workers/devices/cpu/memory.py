@@ -8,7 +8,20 @@ from typing import Any
 
 from llvmlite import ir
 
-from workers.devices.cpu.emit import ADDRESS, F32, FLOAT, I8, I32, I64, Emitter, Library, Value, jit
+from workers.devices.cpu.emit import (
+    ADDRESS,
+    DOUBLE,
+    F32,
+    F64,
+    FLOAT,
+    I8,
+    I32,
+    I64,
+    Emitter,
+    Library,
+    Value,
+    jit,
+)
 
 SPINS_BEFORE_YIELD = 1000  # 15 to 70 us of pauses: a barrier is normally over in less than one
 
@@ -36,6 +49,18 @@ class Memory:
         @library.inline(ADDRESS, FLOAT)
         def store_f32(e: Emitter, address: Value, value: Value) -> None:
             e.store(value, address, 4)
+
+        @library.inline(ADDRESS, returns=DOUBLE)
+        def load_f64(e: Emitter, address: Value) -> Value:
+            return e.load(address, F64, 8)
+
+        @library.inline(ADDRESS, DOUBLE)
+        def store_f64(e: Emitter, address: Value, value: Value) -> None:
+            e.store(value, address, 8)
+
+        @library.inline(ADDRESS, ADDRESS)
+        def store_i64(e: Emitter, address: Value, value: Value) -> None:
+            e.store(value, address, 8)
 
         @library.inline(ADDRESS, returns=ADDRESS)
         def atomic_load(e: Emitter, address: Value) -> Value:
@@ -65,6 +90,7 @@ class Memory:
 
         self.load_i64, self.load_i32, self.load_u8 = load_i64, load_i32, load_u8
         self.load_f32, self.store_f32 = load_f32, store_f32
+        self.load_f64, self.store_f64, self.store_i64 = load_f64, store_f64, store_i64
         self.atomic_load, self.atomic_store, self.atomic_add = atomic_load, atomic_store, atomic_add
         self.relax, self.yield_core = relax, yield_core
         self.lock = _process_call(library, "pthread_mutex_lock", 1)

@@ -22,6 +22,7 @@ from workers.devices.cpu.formats import (
     RECORD_BYTES,
     SPARE_ROWS,
     WeightKind,
+    draw_bytes,
     padded_outputs,
     record_stride,
     tile_bytes,
@@ -45,9 +46,9 @@ from workers.model.program import (
     RopeAppend,
     Tensor,
 )
+from workers.sampling.summary import DRAW
 
 _F32_BYTES: Final = 4
-_F64_BYTES: Final = 8
 
 
 def _bits(value: float) -> int:
@@ -113,13 +114,12 @@ class Plan:
         self.logits: NDArray[np.float32] = self._logits.data.view(np.float32).reshape(samples, -1)
         self._maxima = Buffer(samples * num_blocks * _F32_BYTES)
         self.maxima: NDArray[np.float32] = self._maxima.data.view(np.float32).reshape(samples, -1)
-        self._temperatures = Buffer(samples * _F32_BYTES)
-        self.temperatures: NDArray[np.float32] = self._temperatures.data.view(np.float32)
-        self._masses = Buffer(samples * _F64_BYTES)
-        self.masses: NDArray[np.float64] = self._masses.data.view(np.float64)
+        self._draws = Buffer(samples * DRAW.itemsize)
+        self.draws: NDArray[np.void] = self._draws.data.view(DRAW)
         run, single = group_sizes(target, sizes.num_heads // sizes.num_kv_heads, sizes.head_size)
         pair_bytes = 2 * OUTPUT_UNIT * _F32_BYTES  # of a row's gates and ups
-        scratch = max(run.scratch_bytes, single.scratch_bytes, rows * pair_bytes)
+        drawing = draw_bytes(self.vocab_stride)
+        scratch = max(run.scratch_bytes, single.scratch_bytes, rows * pair_bytes, drawing)
         self._tiles_at = -(-scratch // 64) * 64
         if target.has_tiles:
             scratch = self._tiles_at + tile_bytes(max(sizes.hidden_size, second_size) // BLOCK_INPUTS)
@@ -388,8 +388,7 @@ class Plan:
             self.sizes.vocab_size,
             self._maxima.address,
             self.maxima.strides[0],
-            self._temperatures.address,
-            self._masses.address,
+            self._draws.address,
         ]
         return [norm, matmul, summary]
 

@@ -22,6 +22,7 @@ from workers.devices.cpu.control import (
     Code,
     Control,
 )
+from workers.devices.cpu.draw import make_draw
 from workers.devices.cpu.elementwise import Elementwise
 from workers.devices.cpu.emit import Library, jit
 from workers.devices.cpu.formats import FLOAT_BYTES, OUTPUT_UNIT, QUANTISED, RECORD_BYTES, WeightKind
@@ -30,6 +31,7 @@ from workers.devices.cpu.matmul import make_matmul
 from workers.devices.cpu.memory import Memory
 from workers.devices.cpu.spec import StepSpec
 from workers.devices.cpu.tiles import configure_kernel, release_kernel
+from workers.sampling.summary import DRAW, draw_offset
 
 _HELPER_SPINS: Final = 6000  # about 100 us of pauses between two steps before a helper sleeps
 
@@ -67,6 +69,7 @@ class _Kernels(msgspec.Struct, frozen=True):
     rows: Elementwise
     matmul: Jitted  # (kind, arguments of matmul.make_matmul)
     embed: Jitted  # (kind, arguments of Elementwise.make_embed)
+    draw: Jitted
 
 
 def make_entry(library: Library, spec: StepSpec) -> Callable[[int, int], None]:
@@ -80,6 +83,7 @@ def make_entry(library: Library, spec: StepSpec) -> Callable[[int, int], None]:
         rows=rows,
         matmul=_by_kind([(kind, make_matmul(library, kind)) for kind in kinds]),
         embed=_by_kind([(kind, rows.make_embed(kind)) for kind in kinds if kind in spec.table_kinds]),
+        draw=make_draw(library, memory, rows),
     )
     run_step = _make_step(library, kernels)
     load, atomic_load, atomic_store = memory.load_i64, memory.atomic_load, memory.atomic_store
@@ -405,21 +409,23 @@ def _make_quantise(kernels: _Kernels) -> Jitted:
 
 def _make_summarise(kernels: _Kernels) -> Jitted:
     load, load_f32 = kernels.memory.load_i64, kernels.memory.load_f32
-    largest_of_blocks, softmax_mass = kernels.rows.largest_of_blocks, kernels.rows.softmax_mass
-    samples_at = 8 * Control.NUM_SAMPLES
+    largest_of_blocks, draw = kernels.rows.largest_of_blocks, kernels.draw
+    samples_at, record_bytes = 8 * Control.NUM_SAMPLES, DRAW.itemsize
+    temperature_at = draw_offset("temperature")
+    scratch_at, scratch_stride_at = 8 * Control.SCRATCH, 8 * Control.SCRATCH_STRIDE
 
     @jit
     def summarise(control: int, record: int, thread: int, num_threads: int) -> None:
         logits, stride, num_values = load(record + 16), load(record + 24), load(record + 32)
         maxima, maxima_stride = load(record + 40), load(record + 48)
-        temperatures, masses = load(record + 56), load(record + 64)
-        num_rows = load(control + samples_at)
+        draws, num_rows = load(record + 56), load(control + samples_at)
+        scratch = load(control + scratch_at) + thread * load(control + scratch_stride_at)
         for row in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
             at = logits + row * stride
             best = largest_of_blocks(at, num_values, maxima + row * maxima_stride)
-            temperature = load_f32(temperatures + 4 * row)
-            if temperature > 0:
-                softmax_mass(at, num_values, best, temperature, masses + 8 * row)
+            to = draws + row * record_bytes
+            if load_f32(to + temperature_at) > 0 and best - best == 0:
+                draw(at, num_values, maxima + row * maxima_stride, best, to, scratch)
 
     return summarise
 

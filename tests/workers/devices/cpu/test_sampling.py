@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -29,6 +30,17 @@ SAMPLINGS = [
     SamplingParams(temperature=0.8, repetition_penalty=1.2, seed=5),
     SamplingParams(temperature=1.0, num_logprobs=3, seed=6),
 ]
+# Draws that end among the best, deep in the tail, at a cut of the tail, beyond what the machine code does.
+DEPTHS = [
+    SamplingParams(temperature=0.02, seed=1),
+    SamplingParams(temperature=8.0, seed=2),
+    SamplingParams(temperature=5.0, min_p=0.02, seed=3),
+    SamplingParams(temperature=6.0, top_p=0.97, seed=4),
+    SamplingParams(temperature=4.0, min_p=0.01, top_p=0.9, seed=5),
+    SamplingParams(temperature=6.0, top_k=20, seed=6),
+    SamplingParams(temperature=6.0, top_k=900, top_p=0.9, seed=7),
+]
+TOO_LARGE_TOP_K = 6  # of DEPTHS
 
 
 def large_vocabulary(directory: Path) -> Program:
@@ -36,11 +48,13 @@ def large_vocabulary(directory: Path) -> Program:
     return load_program(ModelFile.open(path))
 
 
-def by_numpy(device: CpuDevice, seats: list[int], positions: list[int]) -> StepResult:
+def by_numpy(
+    device: CpuDevice, seats: list[int], positions: list[int], samplings: list[SamplingParams] = SAMPLINGS
+) -> StepResult:
     """The tokens that the sampler draws from the device's logits on its own."""
     logits = device.logits()
-    sampler, result = HostSampler(len(SAMPLINGS), logits.shape[1]), StepResult(len(SAMPLINGS))
-    for seat, sampling in enumerate(SAMPLINGS):
+    sampler, result = HostSampler(len(samplings), logits.shape[1]), StepResult(len(samplings))
+    for seat, sampling in enumerate(samplings):
         history = np.zeros(0, np.uint32)
         sampler.seat(seat, SeatParams(sampling=sampling, history=history, num_prompt_tokens=0))
     sampler.sample(logits, np.array(seats, np.int32), np.array(positions, np.int32), result)
@@ -59,6 +73,39 @@ def test_tokens_are_those_of_numpys_sampler(tmp_path: Path) -> None:
             assert result.token_ids[: len(seats)].tolist() == expected.token_ids[: len(seats)].tolist()
 
 
+def test_machine_code_draws_what_numpy_draws_at_every_depth(tmp_path: Path) -> None:
+    with cpu_driver(large_vocabulary(tmp_path)) as (device, driver):
+        seats = list(range(len(DEPTHS)))
+        seen = set()
+        for number in range(60):
+            samplings = [msgspec.structs.replace(each, seed=10 * number + each.seed) for each in DEPTHS]
+            for seat, sampling in enumerate(samplings):
+                driver.seat(seat, sampling)
+            prompts = {seat: [3 + number, *PROMPT[: 2 + seat]] for seat in seats}
+            result = driver.step(prompts)
+            drawn = device._summary(len(seats)).draws["token"].tolist()
+            expected = by_numpy(device, seats, [len(prompts[seat]) for seat in seats], samplings)
+            tokens = expected.token_ids[: len(seats)].tolist()
+            assert result.token_ids[: len(seats)].tolist() == tokens
+            assert drawn[:TOO_LARGE_TOP_K] == tokens[:TOO_LARGE_TOP_K]
+            order = (-device.logits()[1]).argsort()
+            seen.add(int(np.flatnonzero(order == tokens[1])[0]) // 1000)
+        assert seen == {0, 1, 2, 3, 4}  # the flattest draw reached every part of the vocabulary
+
+
+def test_equal_logits_are_drawn_as_numpy_draws_them(tmp_path: Path) -> None:
+    program = large_vocabulary(tmp_path)
+    with cpu_driver(program) as (device, driver):
+        device._plan._arena[:] = 0  # all weights: every logit is 0
+        for seat, sampling in enumerate(DEPTHS):
+            driver.seat(seat, sampling)
+        seats = list(range(len(DEPTHS)))
+        result = driver.step(dict.fromkeys(seats, PROMPT[:3]))
+        assert not device.logits().any()
+        expected = by_numpy(device, seats, [3] * len(seats), DEPTHS)
+        assert result.token_ids[: len(seats)].tolist() == expected.token_ids[: len(seats)].tolist()
+
+
 def test_maxima_and_masses_are_those_of_the_logits(tmp_path: Path) -> None:
     with cpu_driver(large_vocabulary(tmp_path), threads=3) as (device, driver):
         for seat, temperature in enumerate((0.0, 0.5, 1.0, 4.0)):
@@ -72,7 +119,7 @@ def test_maxima_and_masses_are_those_of_the_logits(tmp_path: Path) -> None:
         assert np.array_equal(summary.maxima, padded.reshape(4, 79, 64).max(2))
         for row, temperature in ((1, 0.5), (2, 1.0), (3, 4.0)):
             exact = np.exp((logits[row] - logits[row].max()).astype(np.float64) / temperature).sum()
-            assert summary.masses[row] == pytest.approx(exact, rel=1e-6)
+            assert summary.draws["mass"][row] == pytest.approx(exact, rel=1e-6)
 
 
 def test_a_logit_that_is_not_a_number_marks_its_row_only(tmp_path: Path) -> None:
