@@ -62,7 +62,8 @@ def _count(mask: NDArray[np.bool_]) -> int:
 
 
 def _brackets(data: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    return (data | 0x20) == _BRACE  # one bit makes `{` of `[`
+    mask: NDArray[np.bool_] = (data | 0x20) == _BRACE  # one bit makes `{` of `[`
+    return mask
 
 
 def _refuse(what: str, count: int, limit: int) -> None:
