@@ -45,7 +45,7 @@ from ds4.metrics import Metrics
 from ds4.ring.control import ControlPage
 from ds4.ring.front_end import FrontEndRing, RingStream
 from ds4.ring.states import WorkerState
-from ds4.suspects import NONE_CAME, SETTLE_S, Quarantine, Record, Turn, Turns
+from ds4.suspects import NONE_CAME, Quarantine, Record, Turn, Turns
 
 _log = logging.getLogger(__name__)
 
@@ -178,9 +178,8 @@ class EngineClient:
 
     async def wait_worker(self) -> None:
         """Until a worker takes requests, but not for long: a successor comes soon, or it may be a while."""
-        ring = self.ring
-        until_s = WORKER_GAP_S + (time.monotonic() if ring.attached else ring.lost_s)
-        while not (ring.attached and ring.worker_state is WorkerState.READY):
+        until_s = WORKER_GAP_S + (time.monotonic() if self.ring.attached else self.ring.lost_s)
+        while not (self.ring.attached and self.ring.worker_state is WorkerState.READY):
             if self.draining or time.monotonic() >= until_s:
                 return
             await asyncio.sleep(_RETRY_S)
@@ -224,8 +223,10 @@ class EngineClient:
         """Put one request on the ring. For `Generation`."""
         return self.ring.submit(encode_request(request), prompt)
 
-    async def resubmit(self, request: GenerationRequest, prompt: NDArray[np.uint32]) -> RingStream:
-        """Put a request on the ring as soon as a worker takes it.
+    async def resubmit(
+        self, request: GenerationRequest, prompt: NDArray[np.uint32], turn: Turn | None
+    ) -> RingStream:
+        """Put a request on the ring as soon as a worker takes it; a suspect in its `turn`.
 
         Raises WorkerError after `resume_timeout_s`, RingUnavailableError when another model came.
         """
@@ -238,6 +239,8 @@ class EngineClient:
                     if info is not None and info.tokenizer_hash != self._tokenizer_hash:
                         raise RingUnavailableError("the worker was replaced by one with another model")
                     try:
+                        if turn is not None:
+                            self.ring.use_turn()
                         return self.submit(request, prompt)
                     except (RingFullError, RingUnavailableError):
                         await asyncio.sleep(_RETRY_S)
@@ -391,8 +394,7 @@ class Generation:
         _log.error(
             "quarantined after %d crashes of the worker", self._record.num_crashes, extra=self._log_fields
         )
-        asyncio.get_running_loop().call_later(SETTLE_S, self._turn.end)
-        self._turn = None
+        self._leave_turn()
         raise WorkerError(_QUARANTINED, code=ErrorCode.QUARANTINED)
 
     @property
@@ -407,12 +409,10 @@ class Generation:
     async def _submit_again(self, request: GenerationRequest, prompt: NDArray[np.uint32]) -> RingStream:
         """Onto the ring; a suspect only in its turn, which it keeps until it is proved or lost."""
         if not self._record.is_suspect:
-            return await self._client.resubmit(request, prompt)
-        turn = self._turn if self._has_turn else None
-        if turn is None:
-            turn = await self._client.begin_turn()
+            return await self._client.resubmit(request, prompt, None)
+        turn = (self._turn if self._has_turn else None) or await self._client.begin_turn()
         try:
-            stream = await self._client.resubmit(request, prompt)
+            stream = await self._client.resubmit(request, prompt, turn)
         except BaseException:
             turn.end()
             raise

@@ -30,7 +30,6 @@ FORGIVE_TOKENS: Final = 64  # new tokens: that crash was not ours
 REMEMBER_S: Final = 600.0
 MAX_REMEMBERED: Final = 1000
 FOLDER: Final = "quarantine"
-SETTLE_S: Final = 0.3  # a few looks of a front end at its worker: each has to see whose turn it was
 NONE_CAME: Final = "the worker was lost and none came back in time"
 _MOST_OUTAGES: Final = 4  # a hunt takes about that many restarts of the worker
 _LOOK_S: Final = 0.5  # how often a suspect that waits looks whether there is a worker at all

@@ -63,6 +63,7 @@ class Channel:
         self._sleep_word = self._mine[layout.FRONT_SLEEP] | 1
         self._mine[layout.FRONT_SLEEP] = self._sleep_word
         self._mine[layout.FRONT_PREPARING] = 0
+        self._mine[layout.FRONT_ALONE] = 0
         self._fence()  # pairs with the fence in WorkerRing._shake_hands
         self._mine[layout.FRONT_NONCE] = self._nonce
         self._fence()
@@ -92,6 +93,17 @@ class Channel:
     def set_preparing(self, count: int) -> None:
         """Publish how many requests are being prepared."""
         self._mine[layout.FRONT_PREPARING] = count
+
+    def set_alone(self, is_alone: bool) -> None:
+        """Publish, before it is submitted, that a suspect of this front end runs on this worker alone."""
+        self._mine[layout.FRONT_ALONE] = int(is_alone)
+
+    @property
+    def has_suspect(self) -> bool:
+        """Whether a suspect of any front end runs, or ran when this worker was lost. It stays true of a lost
+        one: when others come to look, the turn may have gone to the next.
+        """
+        return bool(self.segment.front_ends[:, layout.FRONT_ALONE].any())
 
     # -- towards the worker
 

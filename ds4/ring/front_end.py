@@ -64,7 +64,6 @@ class FrontEndRing:
         self._ready = asyncio.Event()
         self._refused: tuple[int, int] | None = None  # a segment we cannot use; said once
         self._preparing = 0
-        self._has_turn = False
         self._heartbeat = 0  # the worker's, as last seen
         self._heartbeat_s = 0.0  # when it last changed
         self._pulse = 0  # the worker process's, as last seen
@@ -218,19 +217,19 @@ class FrontEndRing:
 
     def take_turn(self) -> bool:
         """Take the one place for suspects that all front ends share; False while another one has it."""
-        self._has_turn = self._leases is not None and self._leases.take(SUSPECT_BYTE)
-        return self._has_turn
+        return self._leases is not None and self._leases.take(SUSPECT_BYTE)
+
+    def use_turn(self) -> None:
+        """Tell all front ends that what is submitted next runs on this worker as the one suspect."""
+        if self._channel is not None:
+            self._channel.set_alone(True)
 
     def drop_turn(self) -> None:
         """Give it back."""
-        self._has_turn = False
+        if self._channel is not None:
+            self._channel.set_alone(False)
         if self._leases is not None:
             self._leases.drop(SUSPECT_BYTE)
-
-    @property
-    def _is_turn_taken(self) -> bool:
-        """Whether a suspect of any front end goes on alone."""
-        return self._has_turn or (self._leases is not None and self._leases.is_held_by_other(SUSPECT_BYTE))
 
     # -- watching
 
@@ -323,7 +322,7 @@ class FrontEndRing:
         self.lost_s = time.monotonic()
         if channel is not None:
             _log.info("detached: %s; open_requests=%d", reason, channel.num_open)
-            channel.close(reason, crashed=crashed, is_explained=crashed and self._is_turn_taken)
+            channel.close(reason, crashed=crashed, is_explained=crashed and channel.has_suspect)
 
     def _rung(self) -> None:
         assert self._bell is not None

@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 MAGIC: Final = 0x3130_474E_4952_3444  # "D4RING01", little-endian; stored last
-VERSION: Final = 3
+VERSION: Final = 4
 PAGE_BYTES: Final = 4096
 LINE_BYTES: Final = 128
 LINE_WORDS: Final = LINE_BYTES // 8
@@ -58,6 +58,7 @@ FRONT_SLEEP: Final = 3  # odd: the front end sleeps; pairs with WORKER_EVENT_TAI
 FRONT_HEARTBEAT: Final = 4  # monotonic ns; only its changing matters
 FRONT_SUBMITTED: Final = 5  # requests submitted, ever
 FRONT_PREPARING: Final = 6  # requests being read, rendered or tokenized right now
+FRONT_ALONE: Final = 7  # 1: of all suspects of crashes, only one of this front end runs here
 
 # Worker block per front end, one line each. Writer: worker. Reader: that front end (and /slots of the others).
 WORKER_ECHO: Final = 0  # the nonce whose front end may use its part; 0: nobody, or cut off

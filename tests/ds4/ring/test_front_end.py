@@ -9,11 +9,18 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from ds4.errors import ConfigError, RingFullError, RingUnavailableError, RingVersionError
+from ds4.errors import (
+    ConfigError,
+    RingFullError,
+    RingUnavailableError,
+    RingVersionError,
+    WorkerLostError,
+)
 from ds4.ring import layout
 from ds4.ring.front_end import FrontEndRing
 from ds4.ring.layout import RingShape
 from ds4.ring.liveness import WORKER_BYTE, Leases
+from ds4.ring.worker_end import WorkerRing
 from tests.ds4.ring.harness import (
     STOP,
     is_attached,
@@ -164,6 +171,44 @@ def test_leaving_fails_open_requests_and_frees_them_at_the_worker(tmp_path: Path
         assert worker.num_front_ends == 0
         worker.close()
         assert os.listdir(tmp_path / "ring") == []
+
+    asyncio.run(run())
+
+
+def test_a_crash_is_laid_to_the_suspect_that_ran_not_to_one_whose_turn_began_since(tmp_path: Path) -> None:
+    async def crash(worker: WorkerRing, quick: FrontEndRing, late: FrontEndRing) -> tuple[bool, bool]:
+        """Whether the loss is explained to the front end that looks at once, and to the one that looks late."""
+        streams = [front.submit(b"", prompt(3)) for front in (quick, late)]
+        kill(worker)
+        explained = []
+        for front, stream in zip((quick, late), streams, strict=True):
+            front.check()
+            with pytest.raises(WorkerLostError) as lost:
+                await stream.read()
+            explained.append(lost.value.is_explained)
+            assert quick.take_turn()  # its request is a suspect and waits for the next worker
+        return explained[0], explained[1]
+
+    async def run() -> None:
+        directory = tmp_path / "ring"
+        worker = make_worker(directory)
+        quick, late = [await make_front_end(directory, worker) for _ in range(2)]
+        for front in (quick, late):
+            assert front._timer is not None
+            front._timer.cancel()  # it looks when we say
+        assert await crash(worker, quick, late) == (False, False)
+
+        worker = make_worker(directory)
+        for _ in range(2):
+            for front in (quick, late):
+                front.check()
+            worker.poll()
+        for front in (quick, late):
+            front.check()
+        quick.use_turn()
+        assert await crash(worker, quick, late) == (True, True)
+        await quick.close()
+        await late.close()
 
     asyncio.run(run())
 
