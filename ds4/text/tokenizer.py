@@ -14,6 +14,7 @@ from typing import Final
 from ds4.errors import RequestError
 from ds4.merger import build_merger
 from ds4.model_file import ModelFile
+from ds4.text.cutting import Cutter
 from ds4.text.markers import MarkerTable
 from ds4.vocabulary import TokenType, Vocabulary, byte_table, covers_utf8, read_vocabulary
 
@@ -53,6 +54,7 @@ class Tokenizer:
         covered = covers_utf8(self._bytes)
         self._max_bytes = max(map(len, self._bytes)) if (covered or byte_level) and not self._stripping else 0
         self._dropped = b"" if covered else self._missing_bytes()
+        self._cutter = Cutter(vocabulary, self._bytes)
         self._max_ids = max(_MAX_IDS, model.get_int(model.key("context_length"), _MAX_IDS, low=1))
         self._merger = build_merger(model, vocabulary, add_space_prefix=vocabulary.add_space_prefix)
         self.vocab_size: Final = len(vocabulary.tokens)
@@ -86,9 +88,11 @@ class Tokenizer:
                 # Only the batch calls let go of the interpreter lock: a megabyte takes seconds, in which
                 # every stream of this process would stand still.
                 self._refuse_over(self.min_tokens(text))
-                found = self._merger.encode_batch_fast([text], add_special_tokens=False)[0]
-                self._refuse_over(len(found))
-                ids = found.ids
+                ids = []
+                for piece in self._cutter.pieces(text):
+                    found = self._merger.encode_batch_fast([piece], add_special_tokens=False)[0]
+                    self._refuse_over(len(ids) + len(found))
+                    ids += found.ids
         except (UnicodeEncodeError, TypeError):
             raise RequestError("the text contains lone surrogates, which are no Unicode text") from None
         return ids
