@@ -3,12 +3,14 @@
     python -m tests.stress.overload --seconds 60 --idle 5000
     python -m tests.stress.overload --model smollm2-135m --device cpu
 
-Four phases with the same company (slow readers, idle connections, a byte a second): *peak*, as many clients
-as there are slots; *polite*, ten times as many, each coming back after the time it was told; *rude*, ten
-times as many that come back at once; *calm*, as many as there are slots again. Every answer must be whole
-or an honest refusal, goodput and the time between two tokens stay near those of the peak, memory bounded,
-and the server as quick as before right after. Figures are printed. Clients and server share this machine's
-cores, and rude clients take theirs from the server: their cost is in the figures too.
+Phases with the same company (slow readers, idle connections, a byte a second): *polite*, ten times as many
+clients as there are slots, each coming back after the time it was told; *tenfold*, ten times the requests a
+second that the server was seen to finish, evenly, whatever it says to them; *rude*, ten times as many
+clients that come back at once, without end. Before and after each is a *peak*: as many clients as there are
+slots. Every answer must be whole or an honest refusal, goodput and the time between two tokens stay near
+those of the peaks around, memory bounded, and the server as quick as before right after. Figures are
+printed. Clients and server share this machine's cores, and rude clients take theirs from the server: their
+cost is in the figures too.
 """
 
 import argparse
@@ -30,7 +32,7 @@ import uvloop
 
 from ds4.models import resolve_model
 from tests.stress.chaos import resident_bytes
-from tests.support.flood import Caller, Idler, Tally, http_post, read_slowly
+from tests.support.flood import Arrivals, Caller, Idler, Tally, http_post, read_slowly
 from tests.support.raw_http import chat
 from tests.support.server import Server, chat_request, serving
 from tests.support.tiny_model import TinyShape, write_tiny_model
@@ -43,7 +45,7 @@ _GENERATED: Final = re.compile(r"^ds4_generation_tokens_total (\S+)$", re.MULTIL
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """One run. `seconds` are those of an overloaded phase; the others take half of it."""
+    """One run. `seconds` are those of an overloaded phase; the peaks take half of it."""
 
     seconds: float
     idle: int
@@ -62,7 +64,9 @@ class Phase(msgspec.Struct):
 
     name: str
     clients: int
+    offered_per_s: float  # requests answered in one way or the other
     tokens_per_s: float
+    of_peak_percent: float  # of the mean of the peaks around it; 0 for a peak
     whole: int
     refused: int
     between_tokens_ms: dict[str, float]
@@ -111,32 +115,42 @@ class Load:
         assert found is not None
         return float(found[1])
 
-    async def phase(self, name: str, num_polite: int, num_rude: int, seconds: float) -> Phase:
-        """Run one."""
+    async def phase(
+        self, name: str, num_polite: int, seconds: float, *, num_rude: int = 0, rate: float = 0.0
+    ) -> Phase:
+        """Run one: so many clients, and `rate` requests a second."""
         tally = Tally()
         requests = [
             http_post(_PATH, chat_request(f"hello {seed}", TOKENS, seed=seed, temperature=0.7, stream=True))
-            for seed in range(num_polite + num_rude)
+            for seed in range(self.plan.factor * self.plan.slots * self.plan.front_ends)
         ]
         callers = [
             Caller(self.server.port, request, tally, is_rude=seed >= num_polite)
-            for seed, request in enumerate(requests)
+            for seed, request in enumerate(requests[: num_polite + num_rude])
         ]
         clients = {**self.processes, "clients": os.getpid()}
         used = {who: _cpu_s(pid) for who, pid in clients.items()}
         began_s, before = time.monotonic(), await self._generated()
         await asyncio.gather(*(caller.connect() for caller in callers))
+        if rate:
+            arrivals = Arrivals(self.server.port, requests, tally, rate)
+            callers = arrivals.callers
+            arriving = asyncio.ensure_future(arrivals.run())
         await asyncio.sleep(seconds)
         tokens, took_s = await self._generated() - before, time.monotonic() - began_s
         shares = {who: round(100 * (_cpu_s(pid) - used[who]) / took_s) for who, pid in clients.items()}
         tally.stopping = True
+        if rate:
+            await arriving
         for caller in callers:
             caller.hang_up()
         self.faults += [f"{name}: {fault}" for fault in tally.faults]
         return Phase(
             name=name,
             clients=len(callers),
+            offered_per_s=round((tally.counts["whole"] + tally.counts["429"]) / took_s, 1),
             tokens_per_s=round(tokens / took_s, 1),
+            of_peak_percent=0.0,
             whole=tally.counts["whole"],
             refused=tally.counts["429"],
             between_tokens_ms=_percentiles(tally.gaps_s),
@@ -161,7 +175,7 @@ async def measure(server: Server, plan: Plan) -> Outcome:
     load, company = Load(server, plan), Tally()
     capacity = plan.slots * plan.front_ends
     many = plan.factor * capacity
-    await load.phase("warm", capacity, 0, plan.seconds / 6)
+    await load.phase("warm", capacity, plan.seconds / 6)
     before = {who: resident_bytes(pid) for who, pid in load.processes.items()}
     dribble = b"POST /v1/chat/completions HTTP/1.1\r\nx-slow: " + b"a" * 100_000
     idlers = [Idler(server.port, company) for _ in range(plan.idle)]
@@ -174,13 +188,21 @@ async def measure(server: Server, plan: Plan) -> Outcome:
         asyncio.ensure_future(read_slowly(server.port, http_post(_PATH, much), company))
         for _ in range(plan.slow)
     ]
-    phases = [
-        await load.phase("peak", capacity, 0, plan.seconds / 2),
-        await load.phase("polite", many, 0, plan.seconds),
-        await load.phase("rude", 0, many, plan.seconds),
-    ]
-    recovery_s = await load.recovery_s()
-    phases.append(await load.phase("calm", capacity, 0, plan.seconds / 2))
+    peak = await load.phase("peak", capacity, plan.seconds / 2)
+    phases, recovery_s = [peak], 0.0
+    for name in ("polite", "tenfold", "rude"):
+        phase = await load.phase(
+            name,
+            many if name == "polite" else 0,
+            plan.seconds,
+            num_rude=many if name == "rude" else 0,
+            rate=plan.factor * peak.tokens_per_s / TOKENS if name == "tenfold" else 0.0,
+        )
+        recovery_s = max(recovery_s, await load.recovery_s())
+        after = await load.phase("peak", capacity, plan.seconds / 2)
+        phase.of_peak_percent = round(200 * phase.tokens_per_s / (peak.tokens_per_s + after.tokens_per_s), 1)
+        phases += [phase, after]
+        peak = after
     idle_open = sum(idler.is_open for idler in idlers)
     company.stopping = True
     for task in slow:
@@ -188,20 +210,20 @@ async def measure(server: Server, plan: Plan) -> Outcome:
     for error in await asyncio.gather(*slow, return_exceptions=True):
         if not isinstance(error, asyncio.CancelledError):
             load.faults.append(f"a slow reader failed: {error!r}")
-    after = {who: resident_bytes(pid) for who, pid in load.processes.items()}
+    resident = {who: resident_bytes(pid) for who, pid in load.processes.items()}
     for idler in idlers:
         idler.hang_up()
     await asyncio.sleep(0.2)  # for connections on their way, which are hung up on as they are made
     load.faults += [
-        f"{who} grew by {after[who] - size} bytes"
+        f"{who} grew by {resident[who] - size} bytes"
         for who, size in before.items()
-        if after[who] - size > MAX_GROWTH_BYTES
+        if resident[who] - size > MAX_GROWTH_BYTES
     ]
     return Outcome(
         phases=phases,
         recovery_s=round(recovery_s, 3),
         idle_open=idle_open,
-        resident_mib={who: [size >> 20, after[who] >> 20] for who, size in before.items()},
+        resident_mib={who: [size >> 20, resident[who] >> 20] for who, size in before.items()},
         faults=load.faults,
     )
 

@@ -11,7 +11,7 @@ import socket
 import time
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
 _DONE: Final = b"data: [DONE]"
@@ -49,14 +49,24 @@ class Tally:
 class Caller(asyncio.Protocol):
     """Asks for one stream after the other, on one connection as long as it lasts.
 
-    A polite one comes back when it was told to, a rude one at once, every other time on a new connection.
+    A polite one comes back when it was told to, a rude one at once, every other time on a new connection. With
+    `when_free` it asks only when `ask` says so, and says itself when it has its answer.
     """
 
-    def __init__(self, port: int, request: bytes, tally: Tally, *, is_rude: bool = False) -> None:
+    def __init__(
+        self,
+        port: int,
+        request: bytes,
+        tally: Tally,
+        *,
+        is_rude: bool = False,
+        when_free: "Callable[[Caller], None] | None" = None,
+    ) -> None:
         self._port = port
         self._request = request
         self._tally = tally
         self._is_rude = is_rude
+        self._when_free = when_free
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._is_waiting = False  # for an answer, or for more of it
@@ -78,7 +88,7 @@ class Caller(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
         if self._tally.stopping:
             self.hang_up()
-        self._ask()
+        self.ask()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """In the middle of an answer nobody may hang up on us; between two, anybody may."""
@@ -88,7 +98,7 @@ class Caller(asyncio.Protocol):
             self._is_waiting = False
         if self._is_last:
             self._is_last = False
-            self._ask()
+            self.ask()
 
     def data_received(self, data: bytes) -> None:
         """More of the answer."""
@@ -126,7 +136,8 @@ class Caller(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _ask(self) -> None:
+    def ask(self) -> None:
+        """Send the request, on a new connection if there is none."""
         if self._tally.stopping:
             return
         if self._transport is None or self._transport.is_closing():
@@ -138,7 +149,7 @@ class Caller(asyncio.Protocol):
 
     def _reconnect(self) -> None:
         task = self._loop.create_task(self.connect())
-        task.add_done_callback(lambda done: done.exception())
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _ended(self, status: int, retry_after_s: int = 0) -> None:
         self._is_waiting = False
@@ -149,15 +160,54 @@ class Caller(asyncio.Protocol):
         elif not self._tally.stopping:
             self._tally.fault(f"neither whole nor an honest refusal: {status}, {self._seen[-200:]!r}")
             retry_after_s = 1
+        if self._when_free is not None:
+            if self._is_last and self._transport is not None:
+                self._transport.close()
+            self._is_last = False
+            self._when_free(self)
+            return
         if retry_after_s and not self._is_rude:
             self._is_last = False  # whatever becomes of the connection meanwhile
-            self._loop.call_later(retry_after_s, self._ask)
+            self._loop.call_later(retry_after_s, self.ask)
         elif status == 429 and self._tally.counts["429"] % 2:
             self._is_last = True
         if self._is_last and self._transport is not None:
             self._transport.close()
         elif not retry_after_s or self._is_rude:
-            self._ask()
+            self.ask()
+
+
+class Arrivals:
+    """Requests that come `rate` a second, evenly, whatever becomes of those before: an open loop.
+
+    As long as one of the clients is free: there is one for each of `requests`.
+    """
+
+    def __init__(self, port: int, requests: Sequence[bytes], tally: Tally, rate: float) -> None:
+        self.callers: list[Caller] = []
+        self._port = port
+        self._requests = list(requests)
+        self._tally = tally
+        self._rate = rate
+        self._free: list[Caller] = []
+
+    async def run(self) -> None:
+        """Send them, until the tally stops."""
+        began_s, num_sent = time.monotonic(), 0
+        while not self._tally.stopping:
+            due = int(self._rate * (time.monotonic() - began_s)) - num_sent
+            for _ in range(due):
+                self._send()
+            num_sent += due
+            await asyncio.sleep(1 / self._rate)
+
+    def _send(self) -> None:
+        if self._free:
+            self._free.pop().ask()
+        elif self._requests:
+            caller = Caller(self._port, self._requests.pop(), self._tally, when_free=self._free.append)
+            self.callers.append(caller)
+            caller.ask()
 
 
 def _number(head: bytes, name: bytes) -> int:
@@ -199,7 +249,7 @@ class Idler(asyncio.Protocol):
         self._transport = None
         if not self._tally.stopping:
             task = asyncio.get_running_loop().create_task(self.connect())
-            task.add_done_callback(lambda done: done.exception())
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def hang_up(self) -> None:
         """No more."""
