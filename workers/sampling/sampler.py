@@ -59,19 +59,21 @@ class HostSampler:
     def describe(
         self, seats: NDArray[np.int32], positions: NDArray[np.int32], draws: NDArray[np.void]
     ) -> None:
-        """Tell a device what to draw itself: fill in `draws` [n] DRAW; see `sample` for the others."""
-        table = self._table
-        needs = table.needs[seats]
-        adjusted = (needs & ADJUSTS != 0) & (positions < table.adjust_below[seats])
-        drawn = (needs & DRAWS != 0) & ~adjusted
-        if not drawn.any():
-            draws["temperature"] = 0.0
-            return
-        draws["temperature"] = np.where(drawn, table.temperature[seats], np.float32(0))
-        draws["min_p"], draws["top_k"], draws["top_p"] = (
-            table.min_p[seats], table.top_k[seats], table.top_p[seats],
-        )  # fmt: skip
-        draws["uniform"] = uniforms(table.stream[seats], positions)
+        """Tell a device what to choose itself: fill in `draws` [n] DRAW; see `sample` for the arguments."""
+        np.take(self._table.draws, seats, out=draws, mode="clip")
+        draws["position"] = positions
+
+    def take(self, draws: NDArray[np.void], result: StepResult) -> bool:
+        """Take over what a device chose; False where that is not all there is to do: then `sample`."""
+        num_rows = len(draws)
+        tokens = draws["token"]
+        if self._table.num_reporting or tokens.min(initial=0) < 0:
+            return False
+        result.num_samples = num_rows
+        result.forced = {}
+        result.token_ids[:num_rows] = tokens
+        result.ok[:num_rows] = True
+        return True
 
     def sample(
         self,
@@ -143,7 +145,7 @@ class HostSampler:
 
         Returns what constraints force after the drawn tokens, by row.
         """
-        changed = np.take(logits, rows, axis=0, out=self._rows[: len(rows)], mode="clip")
+        changed = self._copied(logits, rows)
         constrained = [index for index, seat in enumerate(seats.tolist()) if seat in self._masks]
         if constrained:
             self._masks.wait()
@@ -193,8 +195,10 @@ class HostSampler:
 
     def _gather(self, logits: NDArray[np.float32], rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """`logits[rows]`, without a copy if that is all of them; valid until the next call."""
-        if len(rows) == len(logits):
-            return logits
+        return logits if len(rows) == len(logits) else self._copied(logits, rows)
+
+    def _copied(self, logits: NDArray[np.float32], rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """`logits[rows]` in memory of our own; valid until the next call."""
         return np.take(logits, rows, axis=0, out=self._rows[: len(rows)], mode="clip")
 
     def _draw(
@@ -206,10 +210,10 @@ class HostSampler:
         summary: Summary | None = None,
     ) -> NDArray[np.int64]:
         """Tokens [n] for rows that all draw. values [n, vocab], best [n] their finite maxima."""
-        table, vocab = self._table, self._vocab_size
-        uniform = uniforms(table.stream[seats], positions)
-        temperature, top_k = table.temperature[seats], table.top_k[seats]
-        min_p, top_p = table.min_p[seats], table.top_p[seats]
+        params, vocab = self._table.draws[seats], self._vocab_size
+        uniform = uniforms(params["stream"], positions)
+        temperature, top_k = params["temperature"], params["top_k"]
+        min_p, top_p = params["min_p"], params["top_p"]
         mass = np.full(len(seats), np.nan)
         unlimited = np.flatnonzero((top_k == NO_TOP_K) & (min_p == 0.0))
         if summary is not None:

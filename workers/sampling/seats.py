@@ -1,4 +1,4 @@
-"""Sampling parameters of every seat, one array per parameter, gathered by seat each step.
+"""Sampling parameters of every seat, written when it is taken, gathered by seat each step.
 
 Owns: `SeatTable`, mutated only by `HostSampler.seat`. Runs in the worker. Source: this project.
 """
@@ -8,6 +8,8 @@ from typing import Final
 import numpy as np
 
 from ds4.generation import NO_LOGPROBS, SamplingParams
+from workers.sampling.filters import UNDECIDED
+from workers.sampling.summary import DRAW
 from workers.sampling.uniform import stream_of
 
 # What a seat needs beyond the arg-max of its logits (bits of `SeatTable.needs`).
@@ -26,13 +28,16 @@ class SeatTable:
 
     def __init__(self, max_seats: int) -> None:
         self.needs = np.zeros(max_seats, np.uint8)
-        self.adjust_below = np.zeros(max_seats, np.int64)  # ADJUSTS holds for positions below this one
-        self.temperature = np.ones(max_seats, np.float32)
-        self.top_k = np.full(max_seats, NO_TOP_K, np.int64)
-        self.min_p = np.zeros(max_seats, np.float32)
-        self.top_p = np.ones(max_seats, np.float64)
-        self.stream = np.zeros(max_seats, np.uint64)
         self.num_logprobs = np.full(max_seats, NO_LOGPROBS, np.int64)
+        self.num_reporting = 0  # seats whose latest sequence wants log-probabilities
+        # What a row's DRAW is before its step: one gather a step. The parameters are its columns.
+        self.draws = np.zeros(max_seats, DRAW)
+        self.draws["token"], self.draws["mass"] = UNDECIDED, -1.0
+        self.adjust_below = self.draws["adjust_below"]  # ADJUSTS holds for positions below this one
+        self.temperature, self.min_p = self.draws["temperature"], self.draws["min_p"]
+        self.top_k, self.top_p = self.draws["top_k"], self.draws["top_p"]
+        self.stream = self.draws["stream"]
+        self.temperature[:] = self.top_k[:] = self.top_p[:] = 1
 
     def set(self, seat: int, params: SamplingParams, *, adjust_below: int) -> None:
         """Overwrite everything that `seat` had."""
@@ -43,10 +48,11 @@ class SeatTable:
             needs |= ADJUSTS
         if params.num_logprobs != NO_LOGPROBS:
             needs |= REPORTS
+        self.num_reporting += bool(needs & REPORTS) - bool(self.needs[seat] & REPORTS)
         self.needs[seat] = needs
         self.adjust_below[seat] = adjust_below
         self.temperature[seat] = 1.0 if greedy else min(params.temperature, 3e38)
-        self.top_k[seat] = params.top_k if params.top_k > 0 else NO_TOP_K
+        self.top_k[seat] = 1 if greedy else params.top_k if params.top_k > 0 else NO_TOP_K
         self.min_p[seat] = params.min_p
         self.top_p[seat] = params.top_p
         self.stream[seat] = stream_of(params.seed)

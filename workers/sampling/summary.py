@@ -9,17 +9,20 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-# What a device needs for drawing a row's token itself, and in `mass` and `token` what came of it.
+# What a device needs for choosing a row's token itself, and in `mass` and `token` what came of it. All but
+# the position is the seat's: see `seats.SeatTable`.
 DRAW: Final = np.dtype(
     [
-        ("temperature", np.float32),  # 0: nothing is to be drawn, or of changed logits
+        ("temperature", np.float32),
         ("min_p", np.float32),
-        ("top_k", np.int64),
+        ("top_k", np.int64),  # 1: the largest logit, the lowest id of equals
         ("top_p", np.float64),
-        ("uniform", np.float64),
+        ("stream", np.uint64),
+        ("adjust_below", np.int64),  # before this position logits change first: not the device's business
+        ("position", np.int64),  # where in its sequence the token will stand
         # The softmax mass: float32 weights summed in float64; negative where top_k or min_p limits it.
         ("mass", np.float64),
-        ("token", np.int64),  # or UNDECIDED
+        ("token", np.int64),  # or UNDECIDED, from the start
     ]
 )
 

@@ -1,4 +1,4 @@
-"""Drawing a row's token in machine code, from the logits that its thread has just looked through.
+"""Choosing a row's token in machine code, from the logits that its thread has just looked through.
 
 Owns nothing. Runs in the worker process while the engine's machine code is made. Oracle:
 `workers.sampling.filters` on `candidates.best`; the same order of candidates, sums in float64. What is rare
@@ -16,25 +16,39 @@ import numpy as np
 from llvmlite import ir
 
 from workers.devices.cpu.elementwise import Elementwise
-from workers.devices.cpu.emit import ADDRESS, FLOAT, I16, I64, LANES, Emitter, Library, Value, jit
+from workers.devices.cpu.emit import (
+    ADDRESS,
+    DOUBLE,
+    F64,
+    FLOAT,
+    I16,
+    I64,
+    LANES,
+    Emitter,
+    Library,
+    Value,
+    jit,
+)
 from workers.devices.cpu.formats import LOGITS_BLOCK, MAX_GATHERED
 from workers.devices.cpu.memory import Memory
 from workers.sampling.filters import UNDECIDED
 from workers.sampling.seats import NO_TOP_K
 from workers.sampling.summary import draw_offset
+from workers.sampling.uniform import GOLDEN, MIX_A, MIX_B
 
 _FEW: Final = 256  # logits between two bounds that end a bisection
 _MIN_BLOCKS: Final = 48  # that shall hold one of the best logits; half as many more may
 _MAX_PASSES: Final = 40
 _GAPS: Final = (57, 23, 10, 4, 1)  # Ciura, Best Increments for the Average Case of Shellsort, 2001
 
-_V16F64: Final = ir.VectorType(ir.DoubleType(), LANES)
+_V16F64: Final = ir.VectorType(F64, LANES)
 
 
 def make_draw(library: Library, memory: Memory, rows: Elementwise) -> Callable[..., Any]:
     """`(row, num_values, maxima, best, record, scratch)`: fill in the record's mass and token.
 
-    `row` ends with a whole block, filled up with -inf; `best` is finite; `record` is a summary.DRAW.
+    `row` ends with a whole block, filled up with -inf; `best` is finite; `record` is a summary.DRAW. Nothing
+    is filled in where the logits are to be changed first.
     """
     load, store, load_i32 = memory.load_i64, memory.store_i64, memory.load_i32
     load_f32, store_f32, load_f64 = memory.load_f32, memory.store_f32, memory.load_f64
@@ -46,9 +60,22 @@ def make_draw(library: Library, memory: Memory, rows: Elementwise) -> Callable[.
     values_at, near_at, weights_at = 8 * max_gathered, 12 * max_gathered, 16 * max_gathered
     no_top_k, infinity = NO_TOP_K, float("inf")
     f32: Any = np.float32  # bounds are compared in float32
-    at_temperature, at_min_p, at_top_k, at_top_p, at_uniform, at_mass, at_token = (
-        draw_offset(name) for name in ("temperature", "min_p", "top_k", "top_p", "uniform", "mass", "token")
+    at_temperature, at_min_p, at_top_k, at_top_p, at_mass, at_token = (
+        draw_offset(name) for name in ("temperature", "min_p", "top_k", "top_p", "mass", "token")
     )
+    at_stream, at_position, at_adjust_below = (
+        draw_offset(name) for name in ("stream", "position", "adjust_below")
+    )
+
+    @library.inline(ADDRESS, ADDRESS, returns=DOUBLE)
+    def uniform(e: Emitter, stream: Value, position: Value) -> Value:
+        """The number in [0, 1) that sampling.uniform documents."""
+        b = e.builder
+        z = b.add(stream, b.mul(b.add(position, e.whole(1)), e.whole(GOLDEN)))
+        for shift, factor in ((30, MIX_A), (27, MIX_B)):
+            z = b.mul(b.xor(z, b.lshr(z, e.whole(shift))), e.whole(factor))
+        z = b.xor(z, b.lshr(z, e.whole(31)))
+        return b.fmul(b.uitofp(b.lshr(z, e.whole(11)), F64), ir.Constant(F64, 2.0**-53))
 
     @library.kernel(ADDRESS, ADDRESS, FLOAT, FLOAT, FLOAT, ADDRESS)
     def weigh(
@@ -206,7 +233,7 @@ def make_draw(library: Library, memory: Memory, rows: Elementwise) -> Callable[.
                     break
             if left < 0:
                 return undecided
-        sought, total = load_f64(record + at_uniform) * left, 0.0
+        sought, total = uniform(load(record + at_stream), load(record + at_position)) * left, 0.0
         for index in range(count):
             total += load_f32(weights + 4 * index)
             if total > sought:
@@ -264,11 +291,25 @@ def make_draw(library: Library, memory: Memory, rows: Elementwise) -> Callable[.
             cut, left = invert(row, maxima, num_blocks, best, record, scratch, top_p * left, True)
             if cut < 0:
                 return undecided
-        uniform = load_f64(record + at_uniform)
-        return invert(row, maxima, num_blocks, best, record, scratch, uniform * left, False)[0]
+        sought = uniform(load(record + at_stream), load(record + at_position)) * left
+        return invert(row, maxima, num_blocks, best, record, scratch, sought, False)[0]
+
+    @jit
+    def first_best(row: int, maxima: int, best: float) -> int:
+        """The lowest id of the largest logit."""
+        block = 0
+        while load_f32(maxima + 4 * block) < best:
+            block += 1
+        within: int = lowest_bit(lanes_between(row + 4 * block_size * block, best, infinity))
+        return block * block_size + within
 
     @jit
     def draw(row: int, num_values: int, maxima: int, best: float, record: int, scratch: int) -> None:
+        if load(record + at_position) < load(record + at_adjust_below):
+            return
+        if load(record + at_top_k) == 1:
+            store(record + at_token, first_best(row, maxima, best))
+            return
         num_blocks = (num_values + block_size - 1) // block_size
         is_whole = load(record + at_top_k) == no_top_k
         if is_whole and load_f32(record + at_min_p) == 0:

@@ -17,6 +17,7 @@ from workers.devices.cpu.device import CpuDevice
 from workers.devices.interface import SeatParams, StepResult
 from workers.model.program import Program
 from workers.model.registry import load_program
+from workers.sampling import filters
 from workers.sampling.sampler import HostSampler
 
 # With the tiny model's own not a multiple of the block of 64, and enough blocks for 64 candidates.
@@ -93,16 +94,39 @@ def test_machine_code_draws_what_numpy_draws_at_every_depth(tmp_path: Path) -> N
         assert seen == {0, 1, 2, 3, 4}  # the flattest draw reached every part of the vocabulary
 
 
+def test_the_machine_code_leaves_what_is_adjusted_or_not_a_number(tmp_path: Path) -> None:
+    program = poison(tiny_program(tmp_path, "F32"), token=100)
+    with cpu_driver(program) as (device, driver):
+        for seat, sampling in enumerate(SAMPLINGS[:2] * 2):
+            params = SeatParams(
+                sampling=sampling,
+                history=np.zeros(0, np.uint32),
+                num_prompt_tokens=0,
+                suppressed_ids=(7,),
+                suppress_below=4 if seat >= 2 else 0,
+            )
+            device.seat(seat, params)
+        for length, is_left in ((3, True), (4, False)):
+            result = driver.step(dict.fromkeys(range(4), PROMPT[:length]))
+            chosen = device._summary(4).draws["token"]
+            assert (chosen[2:] < 0).tolist() == [is_left, is_left]
+            assert (chosen[:2] == result.token_ids[:2]).all()
+            assert chosen[0] == device.logits()[0].argmax()
+        driver.step({0: [100]})
+        assert device._summary(1).draws["token"] == filters.UNDECIDED
+
+
 def test_equal_logits_are_drawn_as_numpy_draws_them(tmp_path: Path) -> None:
     program = large_vocabulary(tmp_path)
+    samplings = [*DEPTHS[1:], SamplingParams(temperature=0.0)]
     with cpu_driver(program) as (device, driver):
         device._plan._arena[:] = 0  # all weights: every logit is 0
-        for seat, sampling in enumerate(DEPTHS):
+        for seat, sampling in enumerate(samplings):
             driver.seat(seat, sampling)
-        seats = list(range(len(DEPTHS)))
+        seats = list(range(len(samplings)))
         result = driver.step(dict.fromkeys(seats, PROMPT[:3]))
         assert not device.logits().any()
-        expected = by_numpy(device, seats, [3] * len(seats), DEPTHS)
+        expected = by_numpy(device, seats, [3] * len(seats), samplings)
         assert result.token_ids[: len(seats)].tolist() == expected.token_ids[: len(seats)].tolist()
 
 
