@@ -17,6 +17,7 @@ from workers.devices.cpu.emit import (
     I32,
     LANES,
     V16I8,
+    V16I16,
     V16I32,
     Emitter,
     Library,
@@ -62,12 +63,34 @@ def _silu_product(e: Emitter, gate: Value, up: Value) -> Value:
     return e.builder.fmul(e.builder.fdiv(gate, below), up)
 
 
-def _rotate(e: Emitter, pairs: Value, table: Value, offset: Value, head_size: int) -> Value:
-    """Rotate eight adjacent pairs: x * cos + swapped(x) * (-sin, sin, ...), as the table holds them."""
-    swapped = e.lanes(pairs, [lane ^ 1 for lane in range(LANES)])
-    cos = e.load_floats(e.address(table, offset))
-    sin = e.load_floats(e.address(table, offset, 4 * head_size))
-    return e.fma(swapped, sin, e.builder.fmul(pairs, cos))
+def _rotated(e: Emitter, head: Value, table: Value, head_size: int) -> list[Value]:
+    """Adjacent pairs turned: x * cos + swapped(x) * (-sin, sin, ...), as the table holds them."""
+    turned = []
+    for vector in range(head_size // LANES):
+        pairs = e.load_floats(e.address(head, 64 * vector))
+        swapped = e.lanes(pairs, [lane ^ 1 for lane in range(LANES)])
+        cos = e.load_floats(e.address(table, 64 * vector))
+        sin = e.load_floats(e.address(table, 64 * vector + 4 * head_size))
+        turned.append(e.fma(swapped, sin, e.builder.fmul(pairs, cos)))
+    return turned
+
+
+def _quantise_head(e: Emitter, parts: list[Value]) -> tuple[list[Value], Value]:
+    """[16] int16 each, and their float32 scale: Euclidean length / 32767.
+
+    So no product of two heads overflows 32 bits (Cauchy-Schwarz). What is not a number shows in the scale.
+    """
+    b = e.builder
+    squares = e.floats(0.0)
+    for part in parts:
+        squares = e.fma(part, part, squares)
+    total = e.total(squares)
+    length = e.call("llvm.sqrt.f32", F32, b.fadd(total, b.fsub(total, total)))
+    most, zero = ir.Constant(F32, 32767.0), ir.Constant(F32, 0.0)
+    inverse = b.select(b.fcmp_ordered(">", length, zero), b.fdiv(most, length), zero)
+    spread = e.splat(inverse)
+    quants = [b.trunc(e.round(b.fmul(part, spread))[1], V16I16) for part in parts]
+    return quants, b.fdiv(length, most)
 
 
 class Elementwise:
@@ -139,28 +162,34 @@ class Elementwise:
 
         @library.kernel(ADDRESS, ADDRESS)
         def rotate_query(e: Emitter, head: Value, table: Value) -> None:
-            for vector in range(vectors_a_head):
-                address = e.address(head, 64 * vector)
-                turned = _rotate(e, e.load_floats(address), table, e.whole(64 * vector), head_size)
-                e.store(turned, address, 4)
+            """Rotate, and write as [head_size] int16 and their scale over the floats' first part."""
+            parts, scale = _quantise_head(e, _rotated(e, head, table, head_size))
+            for vector, part in enumerate(parts):
+                e.store(part, e.address(head, 32 * vector), 2)
+            e.store(scale, e.address(head, 2 * head_size), 4)
+
+        @library.kernel(ADDRESS, ADDRESS, ADDRESS, ADDRESS)
+        def store_key(e: Emitter, head: Value, table: Value, place: Value, scale_place: Value) -> None:
+            """Rotate and write pairs of dimensions, 64 bytes from one to the next."""
+            parts, scale = _quantise_head(e, _rotated(e, head, table, head_size))
+            for vector, part in enumerate(parts):
+                pairs = e.builder.bitcast(part, ir.VectorType(I32, LANES // 2))
+                for lane in range(LANES // 2):
+                    pair = e.builder.extract_element(pairs, ir.Constant(I32, lane))
+                    e.store(pair, e.address(place, 64 * (LANES // 2 * vector + lane)), 4)
+            e.store(scale, scale_place, 4)
 
         @library.kernel(ADDRESS, ADDRESS, ADDRESS)
-        def store_key(e: Emitter, head: Value, table: Value, place: Value) -> None:
-            """Rotate and write as float16, 32 bytes from one dimension to the next."""
-            for vector in range(vectors_a_head):
-                offset = e.whole(64 * vector)
-                turned = _rotate(e, e.load_floats(e.address(head, offset)), table, offset, head_size)
-                halves = e.float_to_half(turned)
+        def store_value(e: Emitter, head: Value, place: Value, scale_place: Value) -> None:
+            """Write the dimensions 4 bytes apart: between them lie those of the other key of a pair."""
+            parts, scale = _quantise_head(
+                e, [e.load_floats(e.address(head, 64 * vector)) for vector in range(vectors_a_head)]
+            )
+            for vector, part in enumerate(parts):
                 for lane in range(LANES):
-                    half = e.builder.extract_element(halves, ir.Constant(I32, lane))
-                    e.store(half, e.address(place, 32 * (LANES * vector + lane)), 2)
-
-        @library.kernel(ADDRESS, ADDRESS)
-        def store_value(e: Emitter, head: Value, place: Value) -> None:
-            """Write as float16, dimensions side by side."""
-            for vector in range(vectors_a_head):
-                values = e.load_floats(e.address(head, 64 * vector))
-                e.store_halves(values, e.address(place, 32 * vector))
+                    element = e.builder.extract_element(part, ir.Constant(I32, lane))
+                    e.store(element, e.address(place, 4 * (LANES * vector + lane)), 2)
+            e.store(scale, scale_place, 4)
 
         @library.inline(ADDRESS, returns=FLOAT)
         def load_half(e: Emitter, address: Value) -> Value:

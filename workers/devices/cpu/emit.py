@@ -41,11 +41,14 @@ V16I32: Final = ir.VectorType(I32, 16)
 V16I16: Final = ir.VectorType(I16, 16)
 V16I8: Final = ir.VectorType(I8, 16)
 V16F16: Final = ir.VectorType(F16, 16)
+V32I16: Final = ir.VectorType(I16, 32)
 V64I8: Final = ir.VectorType(I8, 64)
 
 # Adding and subtracting 1.5 * 2^23 rounds a small float32 to the nearest even whole number; the low
 # bits of the sum are that number. No conversion instruction is needed, nor defined for NaN.
 _ROUNDING: Final = 12582912.0
+# 2^x on [-1/2, 1/2], highest power first: least largest relative error, 9e-8, of those with 1 at 0.
+_EXP2: Final = (0.00132647273, 0.00967151279, 0.0555073374, 0.240222421, 0.693146978, 1.0)
 
 ADDRESS: Final = types.int64
 FLOAT: Final = types.float32
@@ -132,13 +135,14 @@ def _as_intrinsic(
     return cast("Callable[..., Any]", intrinsic(typed))
 
 
-@lru_cache(maxsize=1)
-def _dot_takes_words() -> bool:
-    """Older LLVM declares vpdpbusd over 32-bit lanes, newer over bytes; its verifier tells which."""
+@lru_cache(maxsize=2)
+def _dot_takes_words(name: str, operand: str) -> bool:
+    """Older LLVM declares the dot products over 32-bit lanes, newer over what they are; its verifier tells."""
+    function = f"@llvm.x86.avx512.{name}.512"
     source = (
-        "declare <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <64 x i8>, <64 x i8>)\n"
-        "define <16 x i32> @f(<16 x i32> %a, <64 x i8> %b) {\n"
-        "%r = call <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32> %a, <64 x i8> %b, <64 x i8> %b)\n"
+        f"declare <16 x i32> {function}(<16 x i32>, {operand}, {operand})\n"
+        f"define <16 x i32> @f(<16 x i32> %a, {operand} %b) {{\n"
+        f"%r = call <16 x i32> {function}(<16 x i32> %a, {operand} %b, {operand} %b)\n"
         "ret <16 x i32> %r }"
     )
     try:
@@ -225,10 +229,6 @@ class Emitter:
         """Sixteen float16 as float32."""
         return self.half_to_float(self.load(address, V16I16, 2))
 
-    def store_halves(self, value: Value, address: Value) -> None:
-        """Sixteen float32 rounded to float16."""
-        self.store(self.float_to_half(value), address, 2)
-
     def prefetch(self, address: Value, level: int = 1) -> None:
         """Ask for a cache line that will be read, down to the cache of `level`; any address will do."""
         place = self.builder.inttoptr(address, I8.as_pointer())
@@ -262,10 +262,6 @@ class Emitter:
     def minimum(self, a: Value, b: Value) -> Value:
         """Lane-wise smaller value; b where either is a NaN."""
         return self.builder.select(self.builder.fcmp_ordered("<", a, b), a, b)
-
-    def absolute(self, a: Value) -> Value:
-        """Lane-wise magnitude."""
-        return self.call("llvm.fabs.v16f32", V16F32, a)
 
     def largest(self, a: Value) -> Value:
         """The largest lane, of lanes that are numbers."""
@@ -318,6 +314,17 @@ class Emitter:
         power = self.builder.shl(self.builder.add(exponent, self.integers(127)), self.integers(23))
         return self.builder.fmul(value, self.builder.bitcast(power, V16F32))
 
+    def exp2(self, x: Value) -> Value:
+        """2^x to about 2e-7 relative, of values of at most 0; exactly 1 at 0, 2^-126 far below, NaN of NaN."""
+        x = self.maximum(self.floats(-126.0), x)
+        whole, exponent = self.round(x)
+        rest = self.builder.fsub(x, whole)
+        value = self.floats(_EXP2[0])
+        for coefficient in _EXP2[1:]:
+            value = self.fma(value, rest, self.floats(coefficient))
+        power = self.builder.shl(self.builder.add(exponent, self.integers(127)), self.integers(23))
+        return self.builder.fmul(value, self.builder.bitcast(power, V16F32))
+
     # -- lanes
 
     def splat(self, scalar: Value, count: int = LANES) -> Value:
@@ -356,21 +363,6 @@ class Emitter:
         sign = self.builder.shl(self.builder.and_(wide, self.integers(0x8000)), self.integers(16))
         return self.builder.bitcast(self.builder.or_(self.builder.bitcast(scaled, V16I32), sign), V16F32)
 
-    def float_to_half(self, value: Value) -> Value:
-        """Rounded to nearest even, as int16. Without hardware, large values become the largest half."""
-        if self.target.has_half_conversion:
-            return self.builder.bitcast(self.builder.fptrunc(value, V16F16), V16I16)
-        bits = self.builder.bitcast(value, V16I32)
-        sign = self.builder.and_(self.builder.lshr(bits, self.integers(16)), self.integers(0x8000))
-        small = self.builder.fmul(
-            self.minimum(self.absolute(value), self.floats(65504.0)), self.floats(2.0**-112)
-        )
-        magnitude = self.builder.bitcast(small, V16I32)
-        odd = self.builder.and_(self.builder.lshr(magnitude, self.integers(13)), self.integers(1))
-        rounded = self.builder.add(magnitude, self.builder.add(odd, self.integers(0xFFF)))
-        half = self.builder.or_(self.builder.lshr(rounded, self.integers(13)), sign)
-        return self.builder.trunc(half, V16I16)
-
     # -- dot products
 
     def dot(self, sums: Value, weights: Value, values: Value, *, signed_weights: bool) -> Value:
@@ -381,7 +373,7 @@ class Emitter:
         """
         isa = self.target.isa
         if isa in (Isa.AMX, Isa.AVX512_VNNI):
-            return self._vpdpbusd(512, sums, weights, values)
+            return self._vnni("vpdpbusd", 512, sums, weights, values)
         pieces = 4 if isa is Isa.NEON_DOT else 2
         width = LANES // pieces
         out = []
@@ -390,7 +382,7 @@ class Emitter:
             bytes_of = range(4 * width * piece, 4 * width * (piece + 1))
             left, right = self.lanes(weights, bytes_of), self.lanes(values, bytes_of)
             if isa is Isa.AVX_VNNI:
-                out.append(self._vpdpbusd(256, part, left, right))
+                out.append(self._vnni("vpdpbusd", 256, part, left, right))
             elif isa is Isa.AVX2:
                 out.append(self._vpmaddubsw(part, left, right, signed_weights=signed_weights))
             elif isa is Isa.NEON_DOT:
@@ -400,11 +392,30 @@ class Emitter:
                 out.append(self._plain_dot(part, left, right))
         return self.join(out)
 
-    def _vpdpbusd(self, bits: int, sums: Value, weights: Value, values: Value) -> Value:
-        if _dot_takes_words():
-            weights = self.builder.bitcast(weights, sums.type)
-            values = self.builder.bitcast(values, sums.type)
-        return self.call(f"llvm.x86.avx512.vpdpbusd.{bits}", sums.type, sums, weights, values)
+    def dot_pairs(self, sums: Value, left: Value, right: Value) -> Value:
+        """sums[i] += left[2i] * right[2i] + left[2i+1] * right[2i+1] of [32] int16, none of them -32768."""
+        isa = self.target.isa
+        if isa in (Isa.AMX, Isa.AVX512_VNNI):
+            return self._vnni("vpdpwssd", 512, sums, left, right)
+        pieces = 4 if isa is Isa.NEON_DOT else 2
+        width = LANES // pieces
+        out = []
+        for piece in range(pieces):
+            part = self.lanes(sums, range(width * piece, width * (piece + 1)))
+            halves_of = range(2 * width * piece, 2 * width * (piece + 1))
+            a, b = self.lanes(left, halves_of), self.lanes(right, halves_of)
+            if isa is Isa.AVX_VNNI:
+                out.append(self._vnni("vpdpwssd", 256, part, a, b))
+            elif isa is Isa.AVX2:
+                out.append(self.builder.add(part, self.call("llvm.x86.avx2.pmadd.wd", part.type, a, b)))
+            else:
+                out.append(self._plain_dot(part, a, b))
+        return self.join(out)
+
+    def _vnni(self, name: str, bits: int, sums: Value, left: Value, right: Value) -> Value:
+        if _dot_takes_words(name, "<64 x i8>" if name == "vpdpbusd" else "<32 x i16>"):
+            left, right = (self.builder.bitcast(operand, sums.type) for operand in (left, right))
+        return self.call(f"llvm.x86.avx512.{name}.{bits}", sums.type, sums, left, right)
 
     def _vpmaddubsw(self, sums: Value, weights: Value, values: Value, *, signed_weights: bool) -> Value:
         # Pairs are summed in 16 bits with saturation: 2 * 128 * 127 and 2 * 127 * 127 just fit.
@@ -421,7 +432,8 @@ class Emitter:
     def _plain_dot(self, sums: Value, weights: Value, values: Value) -> Value:
         wide = ir.VectorType(I32, weights.type.count)
         products = self.builder.mul(self.builder.sext(weights, wide), self.builder.sext(values, wide))
-        for part in range(4):
-            lanes = range(part, weights.type.count, 4)
+        per_sum = weights.type.count // sums.type.count
+        for part in range(per_sum):
+            lanes = range(part, weights.type.count, per_sum)
             sums = self.builder.add(sums, self.lanes(products, lanes))
         return sums

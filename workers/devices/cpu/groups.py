@@ -14,6 +14,7 @@ HEAD_UNIT: Final = 16  # head sizes are multiples of it: kernels work on whole v
 CHUNK_PAGES: Final = 32  # whose scores are held at once
 RUN_PAGES: Final = 64  # a power of two; whose keys (or values) of one head lie in a row
 CHUNK_KEYS: Final = CHUNK_PAGES * PAGE_TOKENS
+SCORES_BYTES: Final = 4 * CHUNK_KEYS + 64  # of one query; one line more than a power of two: other cache sets
 
 
 class QueryGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,18 +31,23 @@ class QueryGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scratch_bytes(self) -> int:
-        """Scores of a chunk, then the largest score, the sum and the correction, then the output."""
+        """Scores of a chunk, then the largest score and the sum of each query, the scales of values, the output."""
         return self.output_offset + 4 * self.num_queries * self.head_size
 
     @property
     def state_offset(self) -> int:
-        """Where the running maximum, sum and correction of each query lie in the scratch."""
-        return 4 * self.num_queries * CHUNK_KEYS
+        """Where the running maximum and sum of each query lie in the scratch."""
+        return SCORES_BYTES * self.num_queries
+
+    @property
+    def value_scales_offset(self) -> int:
+        """Where the scales of a chunk's values lie in the scratch."""
+        return self.state_offset + 64 * self.num_queries
 
     @property
     def output_offset(self) -> int:
         """Where the outputs lie in the scratch."""
-        return self.state_offset + 64 * self.num_queries
+        return self.value_scales_offset + 4 * CHUNK_KEYS
 
 
 def group_sizes(target: Target, heads_a_kv_head: int, head_size: int) -> tuple[QueryGroup, QueryGroup]:
@@ -55,6 +61,11 @@ def group_sizes(target: Target, heads_a_kv_head: int, head_size: int) -> tuple[Q
     )
 
 
+def page_scales_offset(head_size: int) -> int:
+    """Where the float32 scales of a page's keys (or values) of one head begin."""
+    return 2 * head_size * PAGE_TOKENS
+
+
 def page_bytes(head_size: int) -> int:
     """Bytes of one head's keys, or of its values, in a page."""
-    return 2 * head_size * PAGE_TOKENS
+    return page_scales_offset(head_size) + 4 * PAGE_TOKENS

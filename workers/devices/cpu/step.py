@@ -26,7 +26,7 @@ from workers.devices.cpu.draw import make_draw
 from workers.devices.cpu.elementwise import Elementwise
 from workers.devices.cpu.emit import Library, jit
 from workers.devices.cpu.formats import FLOAT_BYTES, OUTPUT_UNIT, QUANTISED, RECORD_BYTES, WeightKind
-from workers.devices.cpu.groups import RUN_PAGES, group_sizes, page_bytes
+from workers.devices.cpu.groups import RUN_PAGES, group_sizes, page_bytes, page_scales_offset
 from workers.devices.cpu.matmul import make_matmul
 from workers.devices.cpu.memory import Memory
 from workers.devices.cpu.spec import StepSpec
@@ -292,7 +292,7 @@ def _make_rope(kernels: _Kernels) -> Jitted:
     qkv_at, qkv_stride_at, run_bytes_at = 8 * Control.QKV, 8 * Control.QKV_STRIDE, 8 * Control.RUN_BYTES
     head_bytes_at, values_from = 8 * Control.HEAD_BYTES, 8 * Control.VALUES
     rows_at = 8 * Control.NUM_ROWS
-    run_pages, bytes_a_page = RUN_PAGES, page_bytes(head_size)
+    run_pages, bytes_a_page, scales_at = RUN_PAGES, page_bytes(head_size), page_scales_offset(head_size)
 
     @jit
     def rope(control: int, record: int, thread: int, num_threads: int) -> None:
@@ -317,12 +317,14 @@ def _make_rope(kernels: _Kernels) -> Jitted:
                     rotate_query(source + 4 * head * head_size, turn)
                 number = load_i32(pages + 4 * (position // 16))
                 page = cache + (number // run_pages) * run_bytes + (number % run_pages) * bytes_a_page
-                key_place = page + 2 * (position % 16)
-                value_place = page + value_offset + 2 * head_size * (position % 16)
+                values = page + value_offset
+                key_place, key_scale = page + 4 * (position % 16), page + scales_at + 4 * (position % 16)
+                value_place = values + 4 * head_size * (position % 16 // 2) + 2 * (position % 2)
+                value_scale = values + scales_at + 4 * (position % 16)
                 for head in range(num_kv_heads):
-                    of_head = 4 * head * head_size
-                    store_key(source + keys_at + of_head, turn, key_place + head * head_bytes)
-                    store_value(source + values_at + of_head, value_place + head * head_bytes)
+                    of_head, to = 4 * head * head_size, head * head_bytes
+                    store_key(source + keys_at + of_head, turn, key_place + to, key_scale + to)
+                    store_value(source + values_at + of_head, value_place + to, value_scale + to)
 
     return rope
 
@@ -469,23 +471,10 @@ def _make_gate_up(kernels: _Kernels) -> Jitted:
                     gate_kind,
                     (gate, num_blocks, first, last, rows, row_stride, num_rows, to, 256, zeros, 0, 0, tiles),
                 )
+                to += 128
                 multiply(
                     up_kind,
-                    (
-                        up,
-                        num_blocks,
-                        first,
-                        last,
-                        up_rows,
-                        up_stride,
-                        num_rows,
-                        to + 128,
-                        256,
-                        zeros,
-                        0,
-                        0,
-                        tiles,
-                    ),
+                    (up, num_blocks, first, last, up_rows, up_stride, num_rows, to, 256, zeros, 0, 0, tiles),
                 )
             for row in range(num_rows):
                 at = pairs + 256 * row

@@ -12,7 +12,7 @@ from tests.workers.devices.cpu.rig import Kernels, can_run
 from tests.workers.devices.cpu.test_blocks import random_rows
 from workers.devices.cpu import target as target_module
 from workers.devices.cpu.blocks import runtime_kind
-from workers.devices.cpu.emit import ADDRESS, Emitter, Library, Value
+from workers.devices.cpu.emit import ADDRESS, V16I32, V32I16, Emitter, Library, Value
 from workers.devices.cpu.formats import (
     FLOAT_BYTES,
     RECORD_BYTES,
@@ -212,28 +212,60 @@ def test_the_dot_product_is_the_instruction_of_its_set(isa: Isa, instruction: st
 
 
 @pytest.mark.parametrize("isa", [isa for isa in Isa if can_run(restricted_target(isa))])
-def test_halves_survive_a_round_trip(isa: Isa) -> None:
+def test_halves_are_widened(isa: Isa) -> None:
     library = Library(restricted_target(isa))
 
     @library.kernel(ADDRESS, ADDRESS)
     def widen(e: Emitter, source: Value, place: Value) -> None:
         e.store(e.load_halves(source), place, 4)
 
-    @library.kernel(ADDRESS, ADDRESS)
-    def narrow(e: Emitter, source: Value, place: Value) -> None:
-        e.store_halves(e.load_floats(source), place)
-
     kernels = Kernels(library)
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     halves = np.ascontiguousarray(halves[np.isfinite(halves)])
-    wide, back = np.zeros(16, np.float32), np.zeros(16, np.float16)
+    wide = np.zeros(16, np.float32)
     for first in range(0, len(halves), 16 * 37):
         part = np.ascontiguousarray(halves[first : first + 16])
         kernels.call(kernels.names[0], part.ctypes.data, wide.ctypes.data)
         assert np.array_equal(wide, part.astype(np.float32))
-        between = wide * np.float32(1 + 2**-11) + np.float32(1e-9)
-        kernels.call(kernels.names[1], between.ctypes.data, back.ctypes.data)
-        assert np.array_equal(back, np.clip(between, -65504, 65504).astype(np.float16))
+
+
+@pytest.mark.parametrize("isa", [isa for isa in Isa if can_run(restricted_target(isa))])
+def test_pairs_of_whole_numbers_are_multiplied_exactly(isa: Isa) -> None:
+    library = Library(restricted_target(isa))
+
+    @library.kernel(ADDRESS, ADDRESS, ADDRESS)
+    def multiply(e: Emitter, left: Value, right: Value, sums: Value) -> None:
+        product = e.dot_pairs(e.load(sums, V16I32), e.load(left, V32I16), e.load(right, V32I16))
+        e.store(product, sums)
+
+    kernels = Kernels(library)
+    rng = np.random.default_rng(2)
+    left, right = rng.integers(-23170, 23171, (2, 32)).astype(np.int16)
+    left[:4], right[:4] = (32767, 0, -32767, 1), (-32767, 5, -32767, 32767)
+    sums = rng.integers(-1000, 1000, 16).astype(np.int32)
+    expected = sums + (left.astype(np.int32) * right).reshape(16, 2).sum(1)
+    kernels.call(kernels.names[0], left.ctypes.data, right.ctypes.data, sums.ctypes.data)
+    assert np.array_equal(sums, expected)
+
+
+@pytest.mark.parametrize("isa", [isa for isa in Isa if can_run(restricted_target(isa))])
+def test_powers_of_two_are_exact_at_zero_and_close_elsewhere(isa: Isa) -> None:
+    library = Library(restricted_target(isa))
+
+    @library.kernel(ADDRESS)
+    def power(e: Emitter, place: Value) -> None:
+        e.store(e.exp2(e.load_floats(place)), place, 4)
+
+    kernels = Kernels(library)
+    for first in np.linspace(0, -125, 1000):
+        values = np.float32(first) - np.linspace(0, 1, 16, dtype=np.float32)
+        expected = np.exp2(values.astype(np.float64))
+        kernels.call(kernels.names[0], values.ctypes.data)
+        assert np.abs(values / expected - 1).max() < 4e-7
+    values = np.array([0, -0.0, -1e9, -np.inf, np.nan] + [0] * 11, np.float32)
+    kernels.call(kernels.names[0], values.ctypes.data)
+    assert list(values[:4]) == [1, 1, 2.0**-126, 2.0**-126]
+    assert np.isnan(values[4])
 
 
 @pytest.mark.parametrize(("granted", "expected"), [(True, Isa.AMX), (False, Isa.AVX512_VNNI)])
