@@ -26,6 +26,7 @@ from workers.devices.cpu.emit import (
     I32,
     I64,
     LANES,
+    LOG2_E,
     V16F32,
     V16I16,
     V16I32,
@@ -45,7 +46,6 @@ from workers.devices.cpu.groups import (
 )
 
 _LOWEST: Final = -3e38  # scores below this are masked
-_LOG2_E: Final = 1.44269504
 _POWER_AT: Final = 2 * LANES  # of a page's weights
 _LEAST_EXPONENT: Final = 27  # biased: a page whose largest weight is below 2^-100 counts as no heavier
 
@@ -159,7 +159,7 @@ def _scores(library: Library, queries: _Queries) -> Callable[..., None]:
     ) -> None:  # fmt: skip
         b = e.builder
         addresses = queries.addresses(e, first, row_stride)
-        to_powers = b.fmul(scale, ir.Constant(F32, _LOG2_E))
+        to_powers = b.fmul(scale, ir.Constant(F32, LOG2_E))
         with e.loop(num_pages) as page:
             keys = _page(e, group, pages, page, cache, run_bytes)
             next_keys = _page(e, group, pages, _next(e, page, num_pages), cache, run_bytes)

@@ -16,9 +16,11 @@ from workers.devices.cpu.emit import (
     I16,
     I32,
     LANES,
+    LOG2_E,
     V16I8,
     V16I16,
     V16I32,
+    V64I8,
     Emitter,
     Library,
     Value,
@@ -27,6 +29,7 @@ from workers.devices.cpu.emit import (
 from workers.devices.cpu.formats import (
     LOGITS_BLOCK,
     QUANTISED,
+    RECORD_BYTES,
     RECORD_HIGH_SUM,
     RECORD_OFFSET,
     RECORD_SCALE,
@@ -45,22 +48,34 @@ def _quantise(e: Emitter, low: Value, high: Value, record: Value) -> None:
     zero = ir.Constant(F32, 0.0)
     inverse = b.select(b.fcmp_ordered(">", largest, zero), b.fdiv(ir.Constant(F32, 127.0), largest), zero)
     spread = e.splat(inverse)
-    quants = [e.round(b.fmul(part, spread))[1] for part in (low, high)]
-    for half, part in enumerate(quants):
-        e.store(b.trunc(part, V16I8), e.address(record, 16 * half), 1)
-    high_sum = e.whole_total(quants[1])
-    total = b.add(e.whole_total(quants[0]), high_sum)
-    scale = b.fdiv(largest, ir.Constant(F32, 127.0))
+    quants = e.join([b.trunc(e.round(b.fmul(part, spread))[1], V16I8) for part in (low, high)])
+    e.store(quants, record, 4)
+    total, high_sum = _totals(e, quants)
+    scale = b.fmul(largest, ir.Constant(F32, 1 / 127))
     e.store(scale, e.address(record, RECORD_SCALE), 4)
     e.store(b.fmul(scale, b.sitofp(total, F32)), e.address(record, RECORD_SUM), 4)
     e.store(b.mul(total, ir.Constant(I32, -8)), e.address(record, RECORD_OFFSET), 4)
     e.store(b.fmul(scale, b.sitofp(high_sum, F32)), e.address(record, RECORD_HIGH_SUM), 4)
 
 
+def _totals(e: Emitter, quants: Value) -> tuple[Value, Value]:
+    """Sums of [32] signed bytes and of their last sixteen: by fours first, then of both halves at once."""
+    b = e.builder
+    bytes_and_zeros = b.shuffle_vector(
+        quants, ir.Constant(quants.type, None), ir.Constant(ir.VectorType(I32, 64), list(range(64)))
+    )
+    ones = ir.Constant(V64I8, [1] * 64)
+    sums = e.lanes(e.dot(e.integers(0), ones, bytes_and_zeros, signed_weights=False), range(8))
+    for distance in (2, 1):
+        sums = b.add(sums, e.lanes(sums, [lane ^ distance for lane in range(8)]))
+    low, high = (b.extract_element(sums, ir.Constant(I32, lane)) for lane in (0, 4))
+    return b.add(low, high), high
+
+
 def _silu_product(e: Emitter, gate: Value, up: Value) -> Value:
     """Gate / (1 + e^-gate) * up."""
-    below = e.builder.fadd(e.floats(1.0), e.exp(e.builder.fneg(gate)))
-    return e.builder.fmul(e.builder.fdiv(gate, below), up)
+    power = e.minimum(e.floats(126.0), e.builder.fmul(gate, e.floats(-LOG2_E)))
+    return e.builder.fdiv(e.builder.fmul(gate, up), e.builder.fadd(e.floats(1.0), e.exp2(power)))
 
 
 def _rotated(e: Emitter, head: Value, table: Value, head_size: int) -> list[Value]:
@@ -100,9 +115,13 @@ class Elementwise:
         load_f32, store_f32, load_u8 = memory.load_f32, memory.store_f32, memory.load_u8
         vectors_a_head = head_size // LANES
 
-        @library.kernel(ADDRESS, ADDRESS)
-        def quantise_block(e: Emitter, source: Value, record: Value) -> None:
-            _quantise(e, e.load_floats(source), e.load_floats(e.address(source, 64)), record)
+        @library.kernel(ADDRESS, ADDRESS, ADDRESS, ADDRESS)
+        def quantise(e: Emitter, source: Value, num_blocks: Value, records: Value, stride: Value) -> None:
+            """One row's blocks; `stride`: from record to record."""
+            with e.loop(num_blocks) as index:
+                at = e.address(source, e.times(index, 128))
+                record = e.address(records, e.times(index, stride))
+                _quantise(e, e.load_floats(at), e.load_floats(e.address(at, 64)), record)
 
         @library.kernel(ADDRESS, ADDRESS, FLOAT, returns=FLOAT)
         def norm_factor(e: Emitter, source: Value, num_blocks: Value, eps: Value) -> Value:
@@ -147,18 +166,26 @@ class Elementwise:
                 e.store(value, e.address(out, at), 4)
 
         @library.kernel(ADDRESS, ADDRESS, ADDRESS)
-        def silu_quantise(e: Emitter, gate: Value, up: Value, record: Value) -> None:
-            low, high = (
-                _silu_product(e, e.load_floats(e.address(gate, at)), e.load_floats(e.address(up, at)))
-                for at in (0, 64)
-            )
-            _quantise(e, low, high, record)
+        def silu_quantise(e: Emitter, pairs: Value, num_rows: Value, records: Value) -> None:
+            """Rows of 32 gates and their 32 ups to one block of records."""
+            with e.loop(num_rows) as row:
+                gates = e.address(pairs, e.times(row, 256))
+                low, high = (
+                    _silu_product(
+                        e, e.load_floats(e.address(gates, at)), e.load_floats(e.address(gates, 128, at))
+                    )
+                    for at in (0, 64)
+                )
+                _quantise(e, low, high, e.address(records, e.times(row, RECORD_BYTES)))
 
-        @library.kernel(ADDRESS, ADDRESS, ADDRESS)
-        def silu_store(e: Emitter, gate: Value, up: Value, out: Value) -> None:
-            for at in (0, 64):
-                gates, ups = e.load_floats(e.address(gate, at)), e.load_floats(e.address(up, at))
-                e.store(_silu_product(e, gates, ups), e.address(out, at), 4)
+        @library.kernel(ADDRESS, ADDRESS, ADDRESS, ADDRESS)
+        def silu_store(e: Emitter, pairs: Value, num_rows: Value, out: Value, stride: Value) -> None:
+            """The same to float32 rows; `stride`: from row to row."""
+            with e.loop(num_rows) as row:
+                gates, to = e.address(pairs, e.times(row, 256)), e.address(out, e.times(row, stride))
+                for at in (0, 64):
+                    gate, up = e.load_floats(e.address(gates, at)), e.load_floats(e.address(gates, 128, at))
+                    e.store(_silu_product(e, gate, up), e.address(to, at), 4)
 
         @library.kernel(ADDRESS, ADDRESS)
         def rotate_query(e: Emitter, head: Value, table: Value) -> None:
@@ -257,7 +284,7 @@ class Elementwise:
             e.store(e.get(mass), place, 8)
 
         self.largest_of_blocks, self.softmax_mass = largest_of_blocks, softmax_mass
-        self.quantise_block = quantise_block
+        self.quantise = quantise
         self.norm_factor, self.norm_quantise, self.norm_store = norm_factor, norm_quantise, norm_store
         self.silu_quantise, self.silu_store = silu_quantise, silu_store
         self.rotate_query, self.store_key, self.store_value = rotate_query, store_key, store_value

@@ -50,6 +50,8 @@ _ROUNDING: Final = 12582912.0
 # 2^x on [-1/2, 1/2], highest power first: least largest relative error, 9e-8, of those with 1 at 0.
 _EXP2: Final = (0.00132647273, 0.00967151279, 0.0555073374, 0.240222421, 0.693146978, 1.0)
 
+LOG2_E: Final = 1.44269504
+
 ADDRESS: Final = types.int64
 FLOAT: Final = types.float32
 DOUBLE: Final = types.float64
@@ -288,10 +290,6 @@ class Emitter:
             a = self.builder.fadd(self.lanes(a, range(width)), self.lanes(a, range(width, 2 * width)))
         return self.builder.extract_element(a, ir.Constant(I32, 0))
 
-    def whole_total(self, a: Value) -> Value:
-        """Sum of sixteen int32."""
-        return self.call("llvm.vector.reduce.add.v16i32", I32, a)
-
     def round(self, a: Value) -> tuple[Value, Value]:
         """Nearest whole numbers of small values, as float32 and as int32."""
         shifted = self.builder.fadd(a, self.floats(_ROUNDING))
@@ -305,7 +303,7 @@ class Emitter:
         Cody and Waite's reduction by ln 2 in two parts, then a polynomial of degree 6.
         """
         x = self.minimum(self.maximum(x, self.floats(-87.0)), self.floats(87.0))
-        whole, exponent = self.round(self.builder.fmul(x, self.floats(1.44269504)))
+        whole, exponent = self.round(self.builder.fmul(x, self.floats(LOG2_E)))
         rest = self.fma(whole, self.floats(-0.693145752), x)
         rest = self.fma(whole, self.floats(-1.42860677e-6), rest)
         value = self.floats(1 / 720)
@@ -315,7 +313,7 @@ class Emitter:
         return self.builder.fmul(value, self.builder.bitcast(power, V16F32))
 
     def exp2(self, x: Value) -> Value:
-        """2^x to about 2e-7 relative, of values of at most 0; exactly 1 at 0, 2^-126 far below, NaN of NaN."""
+        """2^x to about 2e-7 relative, of x up to 126; exactly 1 at 0, 2^-126 of all below, NaN of NaN."""
         x = self.maximum(self.floats(-126.0), x)
         whole, exponent = self.round(x)
         rest = self.builder.fsub(x, whole)

@@ -331,14 +331,14 @@ def _make_rope(kernels: _Kernels) -> Jitted:
 
 def _make_attention(library: Library, kernels: _Kernels) -> Jitted:
     load, load_i32, load_f32 = kernels.memory.load_i64, kernels.memory.load_i32, kernels.memory.load_f32
-    quantise_block = kernels.rows.quantise_block
+    quantise = kernels.rows.quantise
     spec = kernels.spec
     head_size, heads_a_kv_head = spec.head_size, spec.num_heads // spec.num_kv_heads
     run_group, single_group = group_sizes(library.target, heads_a_kv_head, head_size)
     attend_single = make_attention(library, single_group)
     attend_run = make_attention(library, run_group) if run_group.num_rows > 1 else attend_single
     run_rows, group_heads = run_group.num_rows, run_group.num_heads
-    num_groups, blocks_a_head = spec.num_heads // group_heads, head_size // 32
+    num_groups, blocks_a_group = spec.num_heads // group_heads, group_heads * head_size // 32
     positions_at, sequences_at = 8 * Control.POSITIONS, 8 * Control.NUM_SEQUENCES
     starts_at, tables_at, table_stride_at = (
         8 * Control.SEQUENCE_STARTS, 8 * Control.PAGE_TABLES, 8 * Control.PAGE_TABLE_STRIDE,
@@ -347,14 +347,6 @@ def _make_attention(library: Library, kernels: _Kernels) -> Jitted:
     head_bytes_at, values_from = 8 * Control.HEAD_BYTES, 8 * Control.VALUES
     scratch_at, scratch_stride_at = 8 * Control.SCRATCH, 8 * Control.SCRATCH_STRIDE
     record_stride_at, row_bytes = 8 * Control.RECORD_STRIDE, RECORD_BYTES
-
-    @jit
-    def quantise_heads(query: int, row: int, group: int, records: int, record_stride: int) -> None:
-        for head in range(group_heads):
-            for block in range(blocks_a_head):
-                source = query + 4 * (head * head_size + 32 * block)
-                number = (group * group_heads + head) * blocks_a_head + block
-                quantise_block(source, records + number * record_stride + row * row_bytes)
 
     @jit
     def attention(control: int, record: int, thread: int, num_threads: int) -> None:
@@ -384,16 +376,17 @@ def _make_attention(library: Library, kernels: _Kernels) -> Jitted:
                     else:
                         attend_single(query, stride, pages, keys, values, run_bytes, position, scratch, scale)
                     if records != 0:
+                        to = records + group * blocks_a_group * record_stride
                         for index in range(num_rows):
-                            at = query + index * stride
-                            quantise_heads(at, row + index, group, records, record_stride)
+                            place = to + (row + index) * row_bytes
+                            quantise(query + index * stride, blocks_a_group, place, record_stride)
                 row += num_rows
 
     return attention
 
 
 def _make_quantise(kernels: _Kernels) -> Jitted:
-    load, quantise_block = kernels.memory.load_i64, kernels.rows.quantise_block
+    load, to_records = kernels.memory.load_i64, kernels.rows.quantise
     rows_at, record_stride_at, row_bytes = 8 * Control.NUM_ROWS, 8 * Control.RECORD_STRIDE, RECORD_BYTES
 
     @jit
@@ -402,9 +395,7 @@ def _make_quantise(kernels: _Kernels) -> Jitted:
         records, record_stride = load(record + 40), load(control + record_stride_at)
         num_rows = load(control + rows_at)
         for row in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
-            for block in range(num_blocks):
-                to = records + block * record_stride + row * row_bytes
-                quantise_block(source + row * stride + 128 * block, to)
+            to_records(source + row * stride, num_blocks, records + row * row_bytes, record_stride)
 
     return quantise
 
@@ -434,8 +425,8 @@ def _make_summarise(kernels: _Kernels) -> Jitted:
 
 def _make_gate_up(kernels: _Kernels) -> Jitted:
     load, multiply = kernels.memory.load_i64, kernels.matmul
-    to_record, to_floats = kernels.rows.silu_quantise, kernels.rows.silu_store
-    rows_at, record_stride_at, row_bytes = 8 * Control.NUM_ROWS, 8 * Control.RECORD_STRIDE, RECORD_BYTES
+    to_records, to_floats = kernels.rows.silu_quantise, kernels.rows.silu_store
+    rows_at, record_stride_at = 8 * Control.NUM_ROWS, 8 * Control.RECORD_STRIDE
     scratch_at, scratch_stride_at = 8 * Control.SCRATCH, 8 * Control.SCRATCH_STRIDE
     zeros_at, first_float_kind = 8 * Control.ZEROS, int(min(FLOAT_BYTES))
     tiles_at = 8 * Control.TILES
@@ -476,12 +467,10 @@ def _make_gate_up(kernels: _Kernels) -> Jitted:
                     up_kind,
                     (up, num_blocks, first, last, up_rows, up_stride, num_rows, to, 256, zeros, 0, 0, tiles),
                 )
-            for row in range(num_rows):
-                at = pairs + 256 * row
-                if out_records != 0:
-                    to_record(at, at + 128, out_records + group * stride + row * row_bytes)
-                if out_floats != 0:
-                    to_floats(at, at + 128, out_floats + row * out_stride + 128 * group)
+            if out_records != 0:
+                to_records(pairs, num_rows, out_records + group * stride)
+            if out_floats != 0:
+                to_floats(pairs, num_rows, out_floats + 128 * group, out_stride)
 
     return gate_up
 
