@@ -37,8 +37,8 @@ _FUNCTION: Final = ctypes.CFUNCTYPE(
 
 # The modules of this package that shape the code.
 SOURCES: Final = (
-    "attention", "build", "control", "draw", "elementwise", "emit", "formats", "groups", "matmul", "memory", "spec",
-    "step", "target", "tiles",
+    "attention", "build", "control", "draw", "elementwise", "emit", "formats", "groups", "matmul", "memory",
+    "operations", "spec", "step", "target", "tiles",
 )  # fmt: skip
 
 

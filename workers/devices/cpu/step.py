@@ -6,11 +6,8 @@ out rows, outputs or (rows, heads) without talking, and how they do never change
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
-import msgspec
-
-from workers.devices.cpu.attention import make_attention
 from workers.devices.cpu.control import (
     MAIL_CONDITION,
     MAIL_LOCK,
@@ -25,17 +22,25 @@ from workers.devices.cpu.control import (
 from workers.devices.cpu.draw import make_draw
 from workers.devices.cpu.elementwise import Elementwise
 from workers.devices.cpu.emit import Library, jit
-from workers.devices.cpu.formats import FLOAT_BYTES, OUTPUT_UNIT, QUANTISED, RECORD_BYTES, WeightKind
-from workers.devices.cpu.groups import RUN_PAGES, group_sizes, page_bytes, page_scales_offset
+from workers.devices.cpu.formats import WeightKind
 from workers.devices.cpu.matmul import make_matmul
 from workers.devices.cpu.memory import Memory
+from workers.devices.cpu.operations import (
+    Jitted,
+    Kernels,
+    make_attention_operation,
+    make_embed_operation,
+    make_gate_up_operation,
+    make_matmul_operation,
+    make_norm_operation,
+    make_quantise_operation,
+    make_rope_operation,
+    make_summarise_operation,
+)
 from workers.devices.cpu.spec import StepSpec
 from workers.devices.cpu.tiles import configure_kernel, release_kernel
-from workers.sampling.summary import DRAW, draw_offset
 
 _HELPER_SPINS: Final = 6000  # about 100 us of pauses between two steps before a helper sleeps
-
-Jitted = Callable[..., Any]
 
 
 def _by_kind(functions: Sequence[tuple[int, Jitted]]) -> Jitted:
@@ -61,23 +66,12 @@ def _by_kind(functions: Sequence[tuple[int, Jitted]]) -> Jitted:
     return choose
 
 
-class _Kernels(msgspec.Struct, frozen=True):
-    """Everything the operations call, for one spec and target."""
-
-    spec: StepSpec
-    memory: Memory
-    rows: Elementwise
-    matmul: Jitted  # (kind, arguments of matmul.make_matmul)
-    embed: Jitted  # (kind, arguments of Elementwise.make_embed)
-    draw: Jitted
-
-
 def make_entry(library: Library, spec: StepSpec) -> Callable[[int, int], None]:
     """`entry(control, thread)`: thread 0 runs one step, others serve as helpers until told to stop."""
     memory = Memory(library)
     rows = Elementwise(library, memory, spec.head_size)
     kinds = [WeightKind(kind) for kind in spec.kinds]
-    kernels = _Kernels(
+    kernels = Kernels(
         spec=spec,
         memory=memory,
         rows=rows,
@@ -141,37 +135,62 @@ def make_entry(library: Library, spec: StepSpec) -> Callable[[int, int], None]:
     return entry
 
 
-def _make_step(library: Library, kernels: _Kernels) -> Jitted:
+def _make_step(library: Library, kernels: Kernels) -> Jitted:
     memory = kernels.memory
     load, barrier = memory.load_i64, memory.barrier
-    embed, norm, matmul = _make_embed(kernels), _make_norm(kernels), _make_matmul(kernels)
-    rope, attention = _make_rope(kernels), _make_attention(library, kernels)
-    quantise, gate_up, summarise = _make_quantise(kernels), _make_gate_up(kernels), _make_summarise(kernels)
+    embed, norm, matmul = (
+        make_embed_operation(kernels), make_norm_operation(kernels), make_matmul_operation(kernels),
+    )  # fmt: skip
+    rope, quantise, gate_up = (
+        make_rope_operation(kernels), make_quantise_operation(kernels), make_gate_up_operation(kernels),
+    )  # fmt: skip
+    attention, attention_of_samples = make_attention_operation(library, kernels)
+    summarise = make_summarise_operation(kernels)
     operations_at, num_operations_at = 8 * Control.OPERATIONS, 8 * Control.NUM_OPERATIONS
     barrier_at, record_bytes = 8 * Control.BARRIER, 8 * RECORD_WORDS
     code_embed, code_norm, code_matmul = int(Code.EMBED), int(Code.NORM), int(Code.MATMUL)
     code_rope, code_attention = int(Code.ROPE), int(Code.ATTENTION)
     code_quantise, code_summarise = int(Code.QUANTISE), int(Code.SUMMARISE)
+    rows_at, samples_at = 8 * Control.NUM_ROWS, 8 * Control.NUM_SAMPLES
     has_tiles = library.target.has_tiles
     configure, release = (
         (configure_kernel(library), release_kernel(library)) if has_tiles else (_nothing, _nothing)
     )
 
     @jit
+    def find_last_layer(control: int, first: int, end: int) -> int:
+        """The record from which on only sampled rows matter: the one after the last keys are kept.
+
+        `end` where all rows are sampled, or where heads are not quantised on their own.
+        """
+        if load(control + samples_at) == load(control + rows_at):
+            return end
+        record = end
+        while record > first and load(record - record_bytes) != code_rope:
+            record -= record_bytes
+        is_attention = record > first and record < end and load(record) == code_attention
+        return record if is_attention and load(record + 32) != 0 else end
+
+    @jit
     def run_step(control: int, thread: int, num_threads: int) -> None:
         record = load(control + operations_at)
         end = record + load(control + num_operations_at) * record_bytes
+        last_layer = find_last_layer(control, record, end)
         configure()
         while record < end:
             code = load(record)
+            narrow = record >= last_layer
             if code == code_matmul:
-                matmul(control, record, thread, num_threads)
+                matmul(control, record, thread, num_threads, narrow)
             elif code == code_norm:
-                norm(control, record, thread, num_threads)
+                norm(control, record, thread, num_threads, narrow)
             elif code == code_rope:
                 rope(control, record, thread, num_threads)
             elif code == code_attention:
-                attention(control, record, thread, num_threads)
+                if narrow:
+                    attention_of_samples(control, record, thread, num_threads)
+                else:
+                    attention(control, record, thread, num_threads)
             elif code == code_quantise:
                 quantise(control, record, thread, num_threads)
             elif code == code_embed:
@@ -179,7 +198,7 @@ def _make_step(library: Library, kernels: _Kernels) -> Jitted:
             elif code == code_summarise:
                 summarise(control, record, thread, num_threads)
             else:
-                gate_up(control, record, thread, num_threads)
+                gate_up(control, record, thread, num_threads, narrow)
             if load(record + 8) != 0:
                 barrier(control + barrier_at, num_threads)
             record += record_bytes
@@ -191,288 +210,3 @@ def _make_step(library: Library, kernels: _Kernels) -> Jitted:
 @jit
 def _nothing() -> None:
     """Stands in for what a target does not need."""
-
-
-def _make_embed(kernels: _Kernels) -> Jitted:
-    load, load_i32, load_f32 = kernels.memory.load_i64, kernels.memory.load_i32, kernels.memory.load_f32
-    unpack = kernels.embed
-    rows_at, tokens_at = 8 * Control.NUM_ROWS, 8 * Control.TOKEN_IDS
-    hidden_at, hidden_stride_at = 8 * Control.HIDDEN, 8 * Control.HIDDEN_STRIDE
-
-    @jit
-    def embed(control: int, record: int, thread: int, num_threads: int) -> None:
-        table, kind, num_blocks = load(record + 16), load(record + 24), load(record + 32)
-        scale = load_f32(record + 40)
-        num_rows, tokens = load(control + rows_at), load(control + tokens_at)
-        hidden, stride = load(control + hidden_at), load(control + hidden_stride_at)
-        for row in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
-            token = load_i32(tokens + 4 * row)
-            unpack(kind, (table, num_blocks, token, scale, hidden + row * stride))
-
-    return embed
-
-
-def _make_norm(kernels: _Kernels) -> Jitted:
-    load, load_i32, load_f32 = kernels.memory.load_i64, kernels.memory.load_i32, kernels.memory.load_f32
-    factor_of, to_records, to_floats = (
-        kernels.rows.norm_factor, kernels.rows.norm_quantise, kernels.rows.norm_store,
-    )  # fmt: skip
-    rows_at, stride_at = 8 * Control.NUM_ROWS, 8 * Control.RECORD_STRIDE
-    samples_at, sample_stride_at = 8 * Control.NUM_SAMPLES, 8 * Control.SAMPLE_RECORD_STRIDE
-    sample_rows_at = 8 * Control.SAMPLE_ROWS
-    hidden_at, hidden_stride_at = 8 * Control.HIDDEN, 8 * Control.HIDDEN_STRIDE
-    row_bytes = RECORD_BYTES
-
-    @jit
-    def norm(control: int, record: int, thread: int, num_threads: int) -> None:
-        weight, num_blocks, eps = load(record + 16), load(record + 24), load_f32(record + 32)
-        records, floats, float_stride = load(record + 40), load(record + 48), load(record + 56)
-        sampled = load(record + 64)
-        num_rows = load(control + (samples_at if sampled else rows_at))
-        stride = load(control + (sample_stride_at if sampled else stride_at))
-        sample_rows = load(control + sample_rows_at)
-        hidden, hidden_stride = load(control + hidden_at), load(control + hidden_stride_at)
-        for row in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
-            place = load_i32(sample_rows + 4 * row) if sampled else row
-            source = hidden + place * hidden_stride
-            factor = factor_of(source, num_blocks, eps)
-            if records != 0:
-                to_records(source, weight, factor, num_blocks, records + row_bytes * row, stride)
-            if floats != 0:
-                to_floats(source, weight, factor, num_blocks, floats + row * float_stride)
-
-    return norm
-
-
-def _make_matmul(kernels: _Kernels) -> Jitted:
-    load, multiply = kernels.memory.load_i64, kernels.matmul
-    rows_at, stride_at = 8 * Control.NUM_ROWS, 8 * Control.RECORD_STRIDE
-    samples_at, sample_stride_at = 8 * Control.NUM_SAMPLES, 8 * Control.SAMPLE_RECORD_STRIDE
-    first_float_kind, unit = int(min(FLOAT_BYTES)), OUTPUT_UNIT
-    scratch_at, scratch_stride_at = 8 * Control.SCRATCH, 8 * Control.SCRATCH_STRIDE
-    tiles_at = 8 * Control.TILES
-
-    @jit
-    def matmul(control: int, record: int, thread: int, num_threads: int) -> None:
-        weights, kind, num_blocks = load(record + 16), load(record + 24), load(record + 32)
-        num_units = load(record + 40) // unit
-        out, out_stride = load(record + 72), load(record + 80)
-        base, base_stride, base_step = load(record + 88), load(record + 96), load(record + 104)
-        sampled = load(record + 112)
-        num_rows = load(control + (samples_at if sampled else rows_at))
-        if num_rows == 0:
-            return
-        rows = load(record + 48)
-        stride = load(control + (sample_stride_at if sampled else stride_at))
-        if kind >= first_float_kind:
-            rows, stride = load(record + 56), load(record + 64)
-        scratch = load(control + scratch_at) + thread * load(control + scratch_stride_at)
-        first = unit * (num_units * thread // num_threads)
-        last = unit * (num_units * (thread + 1) // num_threads)
-        multiply(
-            kind,
-            (weights, num_blocks, first, last, rows, stride, num_rows, out, out_stride, base, base_stride,
-             base_step, scratch + load(control + tiles_at)),
-        )  # fmt: skip
-
-    return matmul
-
-
-def _make_rope(kernels: _Kernels) -> Jitted:
-    load, load_i32 = kernels.memory.load_i64, kernels.memory.load_i32
-    rotate_query = kernels.rows.rotate_query
-    store_key, store_value = kernels.rows.store_key, kernels.rows.store_value
-    num_heads, num_kv_heads, head_size = (
-        kernels.spec.num_heads, kernels.spec.num_kv_heads, kernels.spec.head_size,
-    )  # fmt: skip
-    positions_at, sequences_at = 8 * Control.POSITIONS, 8 * Control.NUM_SEQUENCES
-    starts_at, tables_at, table_stride_at = (
-        8 * Control.SEQUENCE_STARTS, 8 * Control.PAGE_TABLES, 8 * Control.PAGE_TABLE_STRIDE,
-    )  # fmt: skip
-    qkv_at, qkv_stride_at, run_bytes_at = 8 * Control.QKV, 8 * Control.QKV_STRIDE, 8 * Control.RUN_BYTES
-    head_bytes_at, values_from = 8 * Control.HEAD_BYTES, 8 * Control.VALUES
-    rows_at = 8 * Control.NUM_ROWS
-    run_pages, bytes_a_page, scales_at = RUN_PAGES, page_bytes(head_size), page_scales_offset(head_size)
-
-    @jit
-    def rope(control: int, record: int, thread: int, num_threads: int) -> None:
-        cache, table = load(record + 16), load(record + 24)
-        keys_at, values_at = load(record + 32), load(record + 40)
-        num_rows, positions = load(control + rows_at), load(control + positions_at)
-        starts, tables = load(control + starts_at), load(control + tables_at)
-        table_stride, run_bytes = load(control + table_stride_at), load(control + run_bytes_at)
-        qkv, stride = load(control + qkv_at), load(control + qkv_stride_at)
-        head_bytes, value_offset = load(control + head_bytes_at), load(control + values_from)
-        begin = num_rows * thread // num_threads
-        end = num_rows * (thread + 1) // num_threads
-        for sequence in range(load(control + sequences_at)):
-            first = max(begin, load_i32(starts + 4 * sequence))
-            last = min(end, load_i32(starts + 4 * (sequence + 1)))
-            pages = tables + sequence * table_stride
-            for row in range(first, last):
-                position = load_i32(positions + 4 * row)
-                turn = table + position * 8 * head_size
-                source = qkv + row * stride
-                for head in range(num_heads):
-                    rotate_query(source + 4 * head * head_size, turn)
-                number = load_i32(pages + 4 * (position // 16))
-                page = cache + (number // run_pages) * run_bytes + (number % run_pages) * bytes_a_page
-                values = page + value_offset
-                key_place, key_scale = page + 4 * (position % 16), page + scales_at + 4 * (position % 16)
-                value_place = values + 4 * head_size * (position % 16 // 2) + 2 * (position % 2)
-                value_scale = values + scales_at + 4 * (position % 16)
-                for head in range(num_kv_heads):
-                    of_head, to = 4 * head * head_size, head * head_bytes
-                    store_key(source + keys_at + of_head, turn, key_place + to, key_scale + to)
-                    store_value(source + values_at + of_head, value_place + to, value_scale + to)
-
-    return rope
-
-
-def _make_attention(library: Library, kernels: _Kernels) -> Jitted:
-    load, load_i32, load_f32 = kernels.memory.load_i64, kernels.memory.load_i32, kernels.memory.load_f32
-    quantise = kernels.rows.quantise
-    spec = kernels.spec
-    head_size, heads_a_kv_head = spec.head_size, spec.num_heads // spec.num_kv_heads
-    run_group, single_group = group_sizes(library.target, heads_a_kv_head, head_size)
-    attend_single = make_attention(library, single_group)
-    attend_run = make_attention(library, run_group) if run_group.num_rows > 1 else attend_single
-    run_rows, group_heads = run_group.num_rows, run_group.num_heads
-    num_groups, blocks_a_group = spec.num_heads // group_heads, group_heads * head_size // 32
-    positions_at, sequences_at = 8 * Control.POSITIONS, 8 * Control.NUM_SEQUENCES
-    starts_at, tables_at, table_stride_at = (
-        8 * Control.SEQUENCE_STARTS, 8 * Control.PAGE_TABLES, 8 * Control.PAGE_TABLE_STRIDE,
-    )  # fmt: skip
-    qkv_at, qkv_stride_at, run_bytes_at = 8 * Control.QKV, 8 * Control.QKV_STRIDE, 8 * Control.RUN_BYTES
-    head_bytes_at, values_from = 8 * Control.HEAD_BYTES, 8 * Control.VALUES
-    scratch_at, scratch_stride_at = 8 * Control.SCRATCH, 8 * Control.SCRATCH_STRIDE
-    record_stride_at, row_bytes = 8 * Control.RECORD_STRIDE, RECORD_BYTES
-
-    @jit
-    def attention(control: int, record: int, thread: int, num_threads: int) -> None:
-        cache, scale, records = load(record + 16), load_f32(record + 24), load(record + 32)
-        positions, starts = load(control + positions_at), load(control + starts_at)
-        tables, table_stride = load(control + tables_at), load(control + table_stride_at)
-        run_bytes, record_stride = load(control + run_bytes_at), load(control + record_stride_at)
-        qkv, stride = load(control + qkv_at), load(control + qkv_stride_at)
-        head_bytes, value_offset = load(control + head_bytes_at), load(control + values_from)
-        scratch = load(control + scratch_at) + thread * load(control + scratch_stride_at)
-        unit = 0
-        for sequence in range(load(control + sequences_at)):
-            row, last = load_i32(starts + 4 * sequence), load_i32(starts + 4 * (sequence + 1))
-            pages = tables + sequence * table_stride
-            while row < last:
-                num_rows = run_rows if row + run_rows <= last else 1
-                position = load_i32(positions + 4 * row)
-                for group in range(num_groups):
-                    unit += 1
-                    if unit % num_threads != thread:
-                        continue
-                    query = qkv + row * stride + 4 * group * group_heads * head_size
-                    keys = cache + head_bytes * (group * group_heads // heads_a_kv_head)
-                    values = keys + value_offset
-                    if num_rows > 1:
-                        attend_run(query, stride, pages, keys, values, run_bytes, position, scratch, scale)
-                    else:
-                        attend_single(query, stride, pages, keys, values, run_bytes, position, scratch, scale)
-                    if records != 0:
-                        to = records + group * blocks_a_group * record_stride
-                        for index in range(num_rows):
-                            place = to + (row + index) * row_bytes
-                            quantise(query + index * stride, blocks_a_group, place, record_stride)
-                row += num_rows
-
-    return attention
-
-
-def _make_quantise(kernels: _Kernels) -> Jitted:
-    load, to_records = kernels.memory.load_i64, kernels.rows.quantise
-    rows_at, record_stride_at, row_bytes = 8 * Control.NUM_ROWS, 8 * Control.RECORD_STRIDE, RECORD_BYTES
-
-    @jit
-    def quantise(control: int, record: int, thread: int, num_threads: int) -> None:
-        source, stride, num_blocks = load(record + 16), load(record + 24), load(record + 32)
-        records, record_stride = load(record + 40), load(control + record_stride_at)
-        num_rows = load(control + rows_at)
-        for row in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
-            to_records(source + row * stride, num_blocks, records + row * row_bytes, record_stride)
-
-    return quantise
-
-
-def _make_summarise(kernels: _Kernels) -> Jitted:
-    load, load_f32 = kernels.memory.load_i64, kernels.memory.load_f32
-    largest_of_blocks, draw = kernels.rows.largest_of_blocks, kernels.draw
-    samples_at, record_bytes = 8 * Control.NUM_SAMPLES, DRAW.itemsize
-    temperature_at = draw_offset("temperature")
-    scratch_at, scratch_stride_at = 8 * Control.SCRATCH, 8 * Control.SCRATCH_STRIDE
-
-    @jit
-    def summarise(control: int, record: int, thread: int, num_threads: int) -> None:
-        logits, stride, num_values = load(record + 16), load(record + 24), load(record + 32)
-        maxima, maxima_stride = load(record + 40), load(record + 48)
-        draws, num_rows = load(record + 56), load(control + samples_at)
-        scratch = load(control + scratch_at) + thread * load(control + scratch_stride_at)
-        for row in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
-            at = logits + row * stride
-            best = largest_of_blocks(at, num_values, maxima + row * maxima_stride)
-            to = draws + row * record_bytes
-            if load_f32(to + temperature_at) > 0 and best - best == 0:
-                draw(at, num_values, maxima + row * maxima_stride, best, to, scratch)
-
-    return summarise
-
-
-def _make_gate_up(kernels: _Kernels) -> Jitted:
-    load, multiply = kernels.memory.load_i64, kernels.matmul
-    to_records, to_floats = kernels.rows.silu_quantise, kernels.rows.silu_store
-    rows_at, record_stride_at = 8 * Control.NUM_ROWS, 8 * Control.RECORD_STRIDE
-    scratch_at, scratch_stride_at = 8 * Control.SCRATCH, 8 * Control.SCRATCH_STRIDE
-    zeros_at, first_float_kind = 8 * Control.ZEROS, int(min(FLOAT_BYTES))
-    tiles_at = 8 * Control.TILES
-
-    @jit
-    def gate_up(control: int, record: int, thread: int, num_threads: int) -> None:
-        gate, gate_kind = load(record + 16), load(record + 24)
-        up, up_kind = load(record + 32), load(record + 40)
-        num_blocks, num_groups = load(record + 48), load(record + 56)
-        records, floats, float_stride = load(record + 64), load(record + 72), load(record + 80)
-        out_records, out_floats, out_stride = load(record + 88), load(record + 96), load(record + 104)
-        num_rows, stride = load(control + rows_at), load(control + record_stride_at)
-        zeros = load(control + zeros_at)
-        # Sixty-four values a row: thirty-two gates, then their ups.
-        pairs = load(control + scratch_at) + thread * load(control + scratch_stride_at)
-        tiles = pairs + load(control + tiles_at)
-        rows, row_stride = records, stride
-        if gate_kind >= first_float_kind:
-            rows, row_stride = floats, float_stride
-        up_rows, up_stride = records, stride
-        if up_kind >= first_float_kind:
-            up_rows, up_stride = floats, float_stride
-        for group in range(num_groups * thread // num_threads, num_groups * (thread + 1) // num_threads):
-            if up == 0:  # gates and ups lie interleaved in one matrix
-                multiply(
-                    gate_kind,
-                    (gate, num_blocks, 64 * group, 64 * group + 64, rows, row_stride, num_rows,
-                     pairs - 256 * group, 256, zeros, 0, 0, tiles),
-                )  # fmt: skip
-            else:
-                first, last, to = 32 * group, 32 * group + 32, pairs - 128 * group
-                multiply(
-                    gate_kind,
-                    (gate, num_blocks, first, last, rows, row_stride, num_rows, to, 256, zeros, 0, 0, tiles),
-                )
-                to += 128
-                multiply(
-                    up_kind,
-                    (up, num_blocks, first, last, up_rows, up_stride, num_rows, to, 256, zeros, 0, 0, tiles),
-                )
-            if out_records != 0:
-                to_records(pairs, num_rows, out_records + group * stride)
-            if out_floats != 0:
-                to_floats(pairs, num_rows, out_floats + 128 * group, out_stride)
-
-    return gate_up
-
-
-assert min(FLOAT_BYTES) > max(QUANTISED), "kinds are compared with the first float kind"

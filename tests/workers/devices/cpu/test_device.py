@@ -21,9 +21,11 @@ PROMPT = [5, 9, 200, 31, 77, 12, 250, 8, 64, 3, 119, 40, 41, 42, 9, 9, 17, 100, 
 INT8, FLOAT = 0.12, 0.004
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
-    return tiny_program(tmp_path_factory.mktemp("tiny"), "Q4_1")
+# Heads of whole blocks are quantised one by one, and the last layer then computes sampled rows only.
+@pytest.fixture(scope="module", params=[16, 32], ids=["half a block a head", "a block a head"])
+def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Program:
+    shape = TinyShape(head_size=request.param)
+    return tiny_program(tmp_path_factory.mktemp("tiny"), "Q4_1", shape)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +189,25 @@ def test_a_step_without_samples_only_fills_the_cache(program: Program) -> None:
         assert device.collect().num_samples == 0
         driver.step({0: PROMPT[10:]})
         assert np.array_equal(device.logits()[0], expected)
+
+
+def test_a_row_has_the_same_bits_whichever_rows_are_sampled(program: Program) -> None:
+    with cpu_driver(program) as (device, driver):
+        driver.seat(0)
+        driver.step({0: PROMPT})
+        batch = driver._batch
+        found: dict[int, np.ndarray] = {}
+        for rows in ([3, 7, 22], [0, 22], list(range(8)), [22]):
+            batch.num_samples = len(rows)
+            batch.sample_rows[: len(rows)] = rows
+            batch.sample_seats[: len(rows)] = range(len(rows))
+            device.submit(batch)
+            device.collect()
+            for row, logits in zip(rows, device.logits(), strict=True):
+                assert np.array_equal(found.setdefault(row, np.array(logits)), logits)
+        driver.seat(0)
+        driver.step({0: PROMPT[:4]})
+        assert np.array_equal(found[3], device.logits()[0])
 
 
 def test_the_most_rows_and_seats_fit(program: Program) -> None:
