@@ -401,20 +401,13 @@ class Engine:
         self._status_due_s = self._clock() + _STATUS_S
         sequences = list(self._by_slot.values())
         if sequences:
-            counts = np.array(
-                [
-                    (
-                        sequence.slot,
-                        sequence.num_prompt,
-                        sequence.reused_tokens,
-                        sequence.num_generated,
-                        self._state(sequence),
-                    )
-                    for sequence in sequences
-                ],
-                np.int64,
+            self._ring.set_status(
+                np.array([sequence.slot for sequence in sequences], np.int64),
+                np.array([sequence.num_prompt for sequence in sequences], np.int64),
+                np.array([sequence.reused_tokens for sequence in sequences], np.int64),
+                np.array([sequence.num_generated for sequence in sequences], np.int64),
+                np.array([self._state(sequence) for sequence in sequences], np.int64),
             )
-            self._ring.set_status(*(np.ascontiguousarray(column) for column in counts.T))
         running, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
         cache, metrics = self._scheduler.cache, self._metrics
         self._ring.set_num_running(running)
