@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds4.api import door
-from ds4.api.door import BURST, MAX_HOLD_S, PER_SECOND, Pace
+from ds4.api.door import BURST, MAX_HOLD_S, PER_SECOND, TICK_S, Pace
 from tests.support.front_rig import Front, until, with_front
 
 _ONE_SLOT: dict[str, Any] = {"slots_per_front_end": 1, "worker": {"slots_per_front_end": 1}}
@@ -126,12 +126,32 @@ def test_who_is_held_gets_a_slot_that_became_free(tmp_path: Path, monkeypatch: p
     with_front(tmp_path, scenario, **_ONE_SLOT)
 
 
+def test_no_more_are_held_than_memory_is_meant_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(front: Front) -> None:
+        running = await _fill(front)
+        monkeypatch.setattr(Pace, "hold_s", lambda pace, now_s: 1.0)
+        monkeypatch.setattr(door, "MAX_HELD", 1)
+        held = asyncio.ensure_future(front.chat())
+        other = asyncio.ensure_future(front.chat())
+        (refused,), (waiting,) = await asyncio.wait([held, other], return_when=asyncio.FIRST_COMPLETED)
+        assert refused.result().status_code == 429
+        assert front.worker is not None
+        front.worker.release()
+        assert (await running).status_code == 200
+        assert (await waiting).status_code == 200
+
+    with_front(tmp_path, scenario, **_ONE_SLOT)
+
+
 def test_refusals_leave_at_a_bounded_rate() -> None:
     pace = Pace()
-    holds = [pace.hold_s(1000.0) for _ in range(BURST + PER_SECOND * 2)]
+    num_paced = int(PER_SECOND * MAX_HOLD_S)
+    holds = [pace.hold_s(1000.0) for _ in range(BURST + 2 * num_paced)]
     assert holds[:BURST] == [0.0] * BURST
     assert holds[BURST:] != sorted(holds[BURST:]), "beyond the pace they are spread"
-    paced = holds[BURST : BURST + PER_SECOND]
-    assert paced == pytest.approx([(at + 1) / PER_SECOND for at in range(PER_SECOND)])
-    assert all(MAX_HOLD_S / 2 <= hold <= MAX_HOLD_S for hold in holds[BURST + PER_SECOND :])
+    for number, hold in enumerate(holds[BURST : BURST + num_paced], start=1):
+        assert -1e-6 <= hold - number / PER_SECOND <= TICK_S + 1e-6
+    assert all(MAX_HOLD_S / 2 <= hold <= MAX_HOLD_S + TICK_S for hold in holds[BURST + num_paced :])
+    ticks = [(1000.0 + hold) / TICK_S for hold in holds[BURST:]]
+    assert ticks == pytest.approx(list(map(round, ticks)), abs=1e-4), "the held leave together"
     assert pace.hold_s(1000.0 + 2 * MAX_HOLD_S) == 0.0, "what is over is forgotten"
