@@ -10,6 +10,7 @@ seconds on each of its connections, not thousands of times a second.
 """
 
 import asyncio
+import contextlib
 import math
 import random
 from collections.abc import Collection
@@ -67,7 +68,7 @@ class Door:
             if full is not None and self._num_held < MAX_HELD:
                 self._num_held += 1
                 try:
-                    await asyncio.sleep(self._pace.hold_s(asyncio.get_running_loop().time()))
+                    await self._hold(self._pace.hold_s(asyncio.get_running_loop().time()))
                 finally:
                     self._num_held -= 1
                 full = self._full()
@@ -78,6 +79,13 @@ class Door:
                 await refusal(told, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    async def _hold(self, seconds: float) -> None:
+        """Wait so long, or until the process is about to end: nobody is left without an answer."""
+        if seconds > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._state.ending.wait()
 
     def _full(self) -> RingFullError | None:
         try:

@@ -78,6 +78,7 @@ class FrontState:
         self.limits = KeyLimits(self.keys.values())
         self.isolation = CacheIsolation(settings.cache_isolation, has_keys=bool(self.keys))
         self.leaving = False  # a successor takes the new connections
+        self.ending = asyncio.Event()  # the process drains and ends
         self.keep_alive = KeepAlive()
         self.store = ResponseStore(settings, shared_directory(settings))
         self.grammars = GrammarCompiler(model.file.path)

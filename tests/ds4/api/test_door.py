@@ -1,15 +1,15 @@
 """ds4/api/door.py: refused before the body, in the path's dialect, and not too many at a time."""
 
 import asyncio
+import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ds4.api import door
-from ds4.api.door import BURST, MAX_HOLD_S, PER_SECOND, TICK_S, Pace
-from tests.support.front_rig import Front, until, with_front
+from ds4.api.door import BURST, MAX_HOLD_S, PER_SECOND, TICK_S, Door, Pace
+from tests.support.front_rig import DEADLINE_S, Front, until, with_front
 
 _ONE_SLOT: dict[str, Any] = {"slots_per_front_end": 1, "worker": {"slots_per_front_end": 1}}
 
@@ -105,16 +105,12 @@ def test_who_is_held_gets_a_slot_that_became_free(tmp_path: Path, monkeypatch: p
     async def scenario(front: Front) -> None:
         is_held, is_over = asyncio.Event(), asyncio.Event()
 
-        async def hold(seconds: float) -> None:
-            assert 0 < seconds <= MAX_HOLD_S
+        async def hold(door: Door, seconds: float) -> None:
             is_held.set()
             await is_over.wait()
 
         running = await _fill(front)
-        monkeypatch.setattr(Pace, "hold_s", lambda pace, now_s: MAX_HOLD_S)
-        monkeypatch.setattr(
-            door, "asyncio", SimpleNamespace(sleep=hold, get_running_loop=asyncio.get_running_loop)
-        )
+        monkeypatch.setattr(Door, "_hold", hold)
         held = asyncio.ensure_future(front.chat())
         await is_held.wait()
         assert front.worker is not None
@@ -122,6 +118,27 @@ def test_who_is_held_gets_a_slot_that_became_free(tmp_path: Path, monkeypatch: p
         assert (await running).status_code == 200
         is_over.set()
         assert (await held).status_code == 200
+
+    with_front(tmp_path, scenario, **_ONE_SLOT)
+
+
+def test_who_is_held_is_told_before_the_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(front: Front) -> None:
+        running = await _fill(front)
+        is_held = asyncio.Event()
+
+        def hold_s(pace: Pace, now_s: float) -> float:
+            is_held.set()
+            return DEADLINE_S
+
+        monkeypatch.setattr(Pace, "hold_s", hold_s)
+        held = asyncio.ensure_future(front.chat())
+        await is_held.wait()
+        front.server.handle_exit(signal.SIGTERM, None)
+        assert (await held).status_code == 429
+        assert front.worker is not None
+        front.worker.release()
+        assert (await running).status_code == 200
 
     with_front(tmp_path, scenario, **_ONE_SLOT)
 
