@@ -5,7 +5,7 @@ device's operations. Record layout: `formats.py`; page layout: `attention.py`.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from llvmlite import ir
 
@@ -40,22 +40,43 @@ from workers.devices.cpu.formats import (
 )
 from workers.devices.cpu.memory import Memory
 
+_MOST_POWER: Final = 60.0  # e^-gate counts as no more than two to it: two such factors do not overflow
+_ROWS_A_TURN: Final = (
+    32  # a power of two; whose products stay in the first-level cache until they are rounded
+)
 
-def _quantise(e: Emitter, low: Value, high: Value, record: Value) -> None:
-    """Write 32 float32 as one activation record: scale = max |x| / 127, q = round(x / scale)."""
+
+def _quantise(
+    e: Emitter, count: Value, record_of: Callable[[Value], Value], values_of: Callable[[Value], list[Value]]
+) -> None:
+    """Write blocks of 32 float32 as activation records: scale = max |x| / 127, q = round(x / scale).
+
+    The scales of all come first: two short chains of instructions overlap better than a long one.
+    """
     b = e.builder
-    largest = e.largest_magnitude(low, high)
-    zero = ir.Constant(F32, 0.0)
-    inverse = b.select(b.fcmp_ordered(">", largest, zero), b.fdiv(ir.Constant(F32, 127.0), largest), zero)
-    spread = e.splat(inverse)
-    quants = e.join([b.trunc(e.round(b.fmul(part, spread))[1], V16I8) for part in (low, high)])
-    e.store(quants, record, 4)
-    total, high_sum = _totals(e, quants)
-    scale = b.fmul(largest, ir.Constant(F32, 1 / 127))
-    e.store(scale, e.address(record, RECORD_SCALE), 4)
-    e.store(b.fmul(scale, b.sitofp(total, F32)), e.address(record, RECORD_SUM), 4)
-    e.store(b.mul(total, ir.Constant(I32, -8)), e.address(record, RECORD_OFFSET), 4)
-    e.store(b.fmul(scale, b.sitofp(high_sum, F32)), e.address(record, RECORD_HIGH_SUM), 4)
+    with e.loop(count) as index:
+        record = record_of(index)
+        largest = e.largest_magnitude(*values_of(index))
+        zero = ir.Constant(F32, 0.0)
+        inverse = b.fdiv(ir.Constant(F32, 127.0), largest)
+        e.store(b.fmul(largest, ir.Constant(F32, 1 / 127)), e.address(record, RECORD_SCALE), 4)
+        known = b.select(b.fcmp_ordered(">", largest, zero), inverse, zero)
+        e.store(known, e.address(record, RECORD_SUM), 4)
+    with e.loop(count) as index:
+        record = record_of(index)
+        inverse = e.spread_float(e.address(record, RECORD_SUM))
+        rounded = [e.round(b.fmul(part, inverse))[1] for part in values_of(index)]
+        quants = e.join([b.trunc(part, V16I8) for part in rounded])
+        e.store(quants, record, 4)
+        total, high_sum = _totals(e, quants)
+        scale = e.load(e.address(record, RECORD_SCALE), F32, 4)
+        e.store(b.fmul(scale, b.sitofp(total, F32)), e.address(record, RECORD_SUM), 4)
+        e.store(b.mul(total, ir.Constant(I32, -8)), e.address(record, RECORD_OFFSET), 4)
+        e.store(b.fmul(scale, b.sitofp(high_sum, F32)), e.address(record, RECORD_HIGH_SUM), 4)
+
+
+def _two_vectors(e: Emitter, address: Value) -> list[Value]:
+    return [e.load_floats(e.address(address, at)) for at in (0, 64)]
 
 
 def _totals(e: Emitter, quants: Value) -> tuple[Value, Value]:
@@ -72,10 +93,18 @@ def _totals(e: Emitter, quants: Value) -> tuple[Value, Value]:
     return b.add(low, high), high
 
 
-def _silu_product(e: Emitter, gate: Value, up: Value) -> Value:
-    """Gate / (1 + e^-gate) * up."""
-    power = e.minimum(e.floats(126.0), e.builder.fmul(gate, e.floats(-LOG2_E)))
-    return e.builder.fdiv(e.builder.fmul(gate, up), e.builder.fadd(e.floats(1.0), e.exp2(power)))
+def _silu_products(e: Emitter, gates: Value, ups: Value) -> list[Value]:
+    """Gate / (1 + e^-gate) * up of 32 values by address, with one division for two."""
+    b = e.builder
+    products, below = [], []
+    for gate, up in zip(_two_vectors(e, gates), _two_vectors(e, ups), strict=True):
+        power = e.minimum(e.floats(_MOST_POWER), b.fmul(gate, e.floats(-LOG2_E)))
+        below.append(b.fadd(e.floats(1.0), e.exp2(power)))
+        products.append(b.fmul(gate, up))
+    inverse = b.fdiv(e.floats(1.0), b.fmul(*below))
+    return [
+        b.fmul(b.fmul(product, other), inverse) for product, other in zip(products, below[::-1], strict=True)
+    ]
 
 
 def _rotated(e: Emitter, head: Value, table: Value, head_size: int) -> list[Value]:
@@ -118,10 +147,16 @@ class Elementwise:
         @library.kernel(ADDRESS, ADDRESS, ADDRESS, ADDRESS)
         def quantise(e: Emitter, source: Value, num_blocks: Value, records: Value, stride: Value) -> None:
             """One row's blocks; `stride`: from record to record."""
-            with e.loop(num_blocks) as index:
-                at = e.address(source, e.times(index, 128))
-                record = e.address(records, e.times(index, stride))
-                _quantise(e, e.load_floats(at), e.load_floats(e.address(at, 64)), record)
+
+            def record_of(index: Value) -> Value:
+                return e.address(records, e.times(index, stride))
+
+            _quantise(
+                e,
+                num_blocks,
+                record_of,
+                lambda index: _two_vectors(e, e.address(source, e.times(index, 128))),
+            )
 
         @library.kernel(ADDRESS, ADDRESS, FLOAT, returns=FLOAT)
         def norm_factor(e: Emitter, source: Value, num_blocks: Value, eps: Value) -> Value:
@@ -143,16 +178,20 @@ class Elementwise:
             num_blocks: Value, records: Value, stride: Value,
         ) -> None:  # fmt: skip
             spread = e.splat(factor)
-            with e.loop(num_blocks) as index:
-                at = e.times(index, 128)
-                parts = [
-                    e.builder.fmul(
-                        e.builder.fmul(e.load_floats(e.address(source, at, shift)), spread),
-                        e.load_floats(e.address(weight, at, shift)),
-                    )
-                    for shift in (0, 64)
+
+            def record_of(index: Value) -> Value:
+                return e.address(records, e.times(index, stride))
+
+            def scaled(index: Value) -> list[Value]:
+                values, weights = (
+                    _two_vectors(e, e.address(at, e.times(index, 128))) for at in (source, weight)
+                )
+                return [
+                    e.builder.fmul(e.builder.fmul(value, spread), by)
+                    for value, by in zip(values, weights, strict=True)
                 ]
-                _quantise(e, parts[0], parts[1], e.address(records, e.times(index, stride)))
+
+            _quantise(e, num_blocks, record_of, scaled)
 
         @library.kernel(ADDRESS, ADDRESS, FLOAT, ADDRESS, ADDRESS)
         def norm_store(
@@ -167,25 +206,40 @@ class Elementwise:
 
         @library.kernel(ADDRESS, ADDRESS, ADDRESS)
         def silu_quantise(e: Emitter, pairs: Value, num_rows: Value, records: Value) -> None:
-            """Rows of 32 gates and their 32 ups to one block of records."""
-            with e.loop(num_rows) as row:
-                gates = e.address(pairs, e.times(row, 256))
-                low, high = (
-                    _silu_product(
-                        e, e.load_floats(e.address(gates, at)), e.load_floats(e.address(gates, 128, at))
-                    )
-                    for at in (0, 64)
+            """Rows of 32 gates and their 32 ups to one block of records; the products replace the gates."""
+            b = e.builder
+
+            def gates_of(row: Value) -> Value:
+                return e.address(pairs, e.times(row, 256))
+
+            whole_turns = b.lshr(
+                e.address(num_rows, _ROWS_A_TURN - 1), e.whole(_ROWS_A_TURN.bit_length() - 1)
+            )
+            with e.loop(whole_turns) as turn:
+                first = e.times(turn, _ROWS_A_TURN)
+                left = b.sub(num_rows, first)
+                some = b.icmp_signed("<", left, e.whole(_ROWS_A_TURN))
+                count = b.select(some, left, e.whole(_ROWS_A_TURN))
+                with e.loop(count) as index:
+                    gates = gates_of(e.address(first, index))
+                    for at, part in zip(
+                        (0, 64), _silu_products(e, gates, e.address(gates, 128)), strict=True
+                    ):
+                        e.store(part, e.address(gates, at), 4)
+                _quantise(
+                    e,
+                    count,
+                    lambda index: e.address(records, e.times(e.address(first, index), RECORD_BYTES)),
+                    lambda index: _two_vectors(e, gates_of(e.address(first, index))),
                 )
-                _quantise(e, low, high, e.address(records, e.times(row, RECORD_BYTES)))
 
         @library.kernel(ADDRESS, ADDRESS, ADDRESS, ADDRESS)
         def silu_store(e: Emitter, pairs: Value, num_rows: Value, out: Value, stride: Value) -> None:
             """The same to float32 rows; `stride`: from row to row."""
             with e.loop(num_rows) as row:
                 gates, to = e.address(pairs, e.times(row, 256)), e.address(out, e.times(row, stride))
-                for at in (0, 64):
-                    gate, up = e.load_floats(e.address(gates, at)), e.load_floats(e.address(gates, 128, at))
-                    e.store(_silu_product(e, gate, up), e.address(to, at), 4)
+                for at, part in zip((0, 64), _silu_products(e, gates, e.address(gates, 128)), strict=True):
+                    e.store(part, e.address(to, at), 4)
 
         @library.kernel(ADDRESS, ADDRESS)
         def rotate_query(e: Emitter, head: Value, table: Value) -> None:

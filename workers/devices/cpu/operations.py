@@ -362,10 +362,10 @@ def make_gate_up_operation(kernels: Kernels) -> Jitted:
                     up_kind,
                     (up, num_blocks, first, last, up_rows, up_stride, num_rows, to, 256, zeros, 0, 0, tiles),
                 )
-            if out_records != 0:
-                to_records(pairs, num_rows, out_records + group * stride)
             if out_floats != 0:
                 to_floats(pairs, num_rows, out_floats + 128 * group, out_stride)
+            if out_records != 0:  # last, for it changes the pairs
+                to_records(pairs, num_rows, out_records + group * stride)
 
     return gate_up
 
