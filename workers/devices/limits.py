@@ -27,15 +27,17 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 
     weight_bytes: int
     kv_value_bytes: int
+    kv_scale_bytes: int = 0  # beside each position's keys, and values, of a head
     buffer_bytes: int = 0
     kv_share: float = HOST_KV_SHARE
     # Pages beyond every session's full context keep prefixes of ended sessions: at most so many times that.
     max_kv_contexts: int = 1
 
 
-def page_bytes(sizes: Dimensions, kv_value_bytes: int) -> int:
+def page_bytes(sizes: Dimensions, kv_value_bytes: int, kv_scale_bytes: int = 0) -> int:
     """One page of keys and values in all layers."""
-    return PAGE_TOKENS * 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_size * kv_value_bytes
+    vector_bytes = sizes.head_size * kv_value_bytes + kv_scale_bytes
+    return PAGE_TOKENS * 2 * sizes.num_layers * sizes.num_kv_heads * vector_bytes
 
 
 def _too_small(settings: Settings, context: int, pages: int, page_size: int, free: int) -> NoReturn:
@@ -77,7 +79,7 @@ def compute_limits(settings: Settings, sizes: Dimensions, need: Need, free_bytes
         )
     context = settings.ctx or trained
     seats = max(1, settings.batched_sessions)
-    page_size = page_bytes(sizes, need.kv_value_bytes)
+    page_size = page_bytes(sizes, need.kv_value_bytes, need.kv_scale_bytes)
     left = max(0, free_bytes - need.weight_bytes - need.buffer_bytes)
     if settings.kv_cache_tokens:
         pages = -(-settings.kv_cache_tokens // PAGE_TOKENS)

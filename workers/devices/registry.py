@@ -89,7 +89,11 @@ def open_device(settings: Settings, model: ModelFile) -> tuple[Device, Limits]:
 
 def _open(name: str, settings: Settings, model: ModelFile, program: Program) -> tuple[Device, Limits]:
     kind = _device_class(name)
-    need = Need(weight_bytes=kind.weight_bytes(program), kv_value_bytes=kind.kv_value_bytes)
+    need = Need(
+        weight_bytes=kind.weight_bytes(program),
+        kv_value_bytes=kind.kv_value_bytes,
+        kv_scale_bytes=kind.kv_scale_bytes,
+    )
     limits = compute_limits(settings, program.dimensions, need, available_bytes())
     try:
         device: Device = kind(program, limits, threads=settings.threads)

@@ -17,7 +17,7 @@ from workers.devices.cuda import opening
 from workers.devices.cuda.driver import Driver
 from workers.devices.emulator.backend import EmulatorBackend
 from workers.devices.interface import Limits
-from workers.devices.limits import Need, compute_limits
+from workers.devices.limits import Need, compute_limits, page_bytes
 from workers.devices.registry import open_device
 from workers.model.program import Dimensions
 from workers.model.registry import load_program
@@ -140,7 +140,11 @@ def test_the_weights_are_counted_as_the_device_keeps_them(
     num_values = sum(math.prod(tensor.shape) for tensor in program.tensors())
     assert (needs[0].weight_bytes, needs[0].kv_value_bytes) == (4 * num_values, 4)
     pytest.importorskip("numba", reason="the CPU engine needs numba")
+    from workers.devices.cpu import groups
     from workers.devices.cpu.device import CpuDevice
 
     open_device(Settings(device="cpu", batched_sessions=2), model)[0].close()
-    assert (needs[1].weight_bytes, needs[1].kv_value_bytes) == (CpuDevice.weight_bytes(program), 2)
+    assert needs[1].weight_bytes == CpuDevice.weight_bytes(program)
+    sizes = program.dimensions
+    counted = page_bytes(sizes, needs[1].kv_value_bytes, needs[1].kv_scale_bytes)
+    assert counted == 2 * sizes.num_layers * sizes.num_kv_heads * groups.page_bytes(sizes.head_size)

@@ -40,6 +40,7 @@ class CpuDevice:
     # And depth 0 lets grammars take forced tokens without a step.
     pipeline_depth = 0
     kv_value_bytes = 2
+    kv_scale_bytes = 4
 
     def __init__(
         self,

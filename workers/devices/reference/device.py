@@ -57,6 +57,7 @@ class ReferenceDevice:
     name = "reference"
     pipeline_depth = 0
     kv_value_bytes = 4
+    kv_scale_bytes = 0
 
     def __init__(self, program: Program, limits: Limits, threads: int = 0) -> None:
         """`threads`: of the BLAS, in the whole process; 0 leaves its own default."""
