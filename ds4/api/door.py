@@ -5,14 +5,15 @@ they know how many slots a request needs.
 
 A refusal takes time from the streams that run in the same loop. Polite clients take little of it: they come
 back when they were told to. Others are slowed down: who comes when many were just turned away is held for a
-moment, at no cost, and let in if a slot is free by then. So whoever comes back at once is refused every few
-seconds on each of its connections, not thousands of times a second.
+while, at next to no cost. Whoever is held longest is let in when a slot is free. So whoever comes back at once
+is refused every few seconds on each of its connections, not thousands of times a second.
 """
 
 import asyncio
 import contextlib
 import math
 import random
+from collections import OrderedDict
 from collections.abc import Collection
 from typing import Final
 
@@ -23,13 +24,12 @@ from ds4.api.errors import BusyError, failure
 from ds4.api.state import FrontState
 from ds4.errors import RingFullError
 
-PER_SECOND: Final = 50  # refusals that leave as they come: 2 or 3 % of a core
+PER_SECOND: Final = 50  # refusals that leave as they come: 1 or 2 % of a core
 BURST: Final = 50
 MAX_HOLD_S: Final = 5.0
 # The held leave together, and those that come back at once come together: many in a row cost a fraction of
 # what they cost one by one, and an engine on the same cores is interrupted less often.
 TICK_S: Final = 0.2
-MAX_HELD: Final = 1024  # each is a connection with the beginning of a body
 
 
 class Pace:
@@ -59,37 +59,58 @@ class Door:
         self._state = state
         self._paths = frozenset(paths)
         self._pace = Pace()
-        self._num_held = 0
+        self._held: OrderedDict[asyncio.Future[None], None] = OrderedDict()  # who came first is first
+        state.when_ending.append(self._wake_all)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI entry."""
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._paths:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._paths:
+            await self._app(scope, receive, send)
+            return
+        full = self._full()
+        if full and (hold_s := self._pace.hold_s(asyncio.get_running_loop().time())):
+            await self._hold(hold_s)
             full = self._full()
-            if full is not None and self._num_held < MAX_HELD:
-                self._num_held += 1
-                try:
-                    await self._hold(self._pace.hold_s(asyncio.get_running_loop().time()))
-                finally:
-                    self._num_held -= 1
-                full = self._full()
-            if full is not None:
-                engine = self._state.engine
-                told = failure(BusyError(engine.turn_away()))
-                engine.metrics.add("ds4_requests_rejected_total", label=told.reason)
-                await refusal(told, scope)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        if full:
+            engine = self._state.engine
+            told = failure(BusyError(engine.turn_away()))
+            engine.metrics.add("ds4_requests_rejected_total", label=told.reason)
+            await refusal(told, scope)(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._wake_one()  # there is a free slot now
 
     async def _hold(self, seconds: float) -> None:
-        """Wait so long, or until the process is about to end: nobody is left without an answer."""
-        if seconds > 0:
+        """Wait so long, or until a slot is free, or until the process is about to end."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._held[waiter] = None
+        try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    await self._state.ending.wait()
+                    await waiter
+        finally:
+            self._held.pop(waiter, None)
 
-    def _full(self) -> RingFullError | None:
+    def _wake_one(self) -> None:
+        while self._held:
+            waiter, _ = self._held.popitem(last=False)
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+
+    def _wake_all(self) -> None:
+        while self._held:
+            self._wake_one()
+
+    def _full(self) -> bool:
+        """Whether to refuse. A process that is about to end says that instead, in its routes."""
+        engine = self._state.engine
+        if engine.draining:
+            return False
         try:
-            self._state.engine.check_room()
-        except RingFullError as error:
-            return error
-        return None
+            engine.check_room()
+        except RingFullError:
+            return True
+        return False

@@ -14,7 +14,14 @@ from starlette.types import Receive, Scope, Send
 
 from ds4.api.dialects import refusal
 from ds4.api.documents import document
-from ds4.api.errors import BodyTimeoutError, BodyTooLargeError, BusyError, ClientGoneError, failure
+from ds4.api.errors import (
+    BodyTimeoutError,
+    BodyTooLargeError,
+    BusyError,
+    ClientGoneError,
+    DrainingError,
+    failure,
+)
 from ds4.api.keys import ANYBODY, Tenant
 from ds4.api.state import FrontState
 from ds4.errors import RingFullError
@@ -79,9 +86,11 @@ class Exchange:
 
     async def prepare(self, work: Callable[[bytes], _T]) -> _T:
         """`work(body)`, with the worker told that a request is on its way. From here on the client's
-        leaving is noticed. Raises what `work` raises, BusyError, ClientGoneError.
+        leaving is noticed. Raises what `work` raises, BusyError, DrainingError, ClientGoneError.
         """
         body = await self.body()
+        if self.state.engine.draining:
+            raise DrainingError("the server is shutting down")
         try:
             self.state.engine.check_room()  # before any work goes into what cannot run
         except RingFullError as error:

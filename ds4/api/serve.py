@@ -105,7 +105,8 @@ class FrontServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._begin_drain)
 
     def _begin_drain(self) -> None:
-        self._state.ending.set()
+        for tell in self._state.when_ending:
+            tell()
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:

@@ -78,7 +78,7 @@ class FrontState:
         self.limits = KeyLimits(self.keys.values())
         self.isolation = CacheIsolation(settings.cache_isolation, has_keys=bool(self.keys))
         self.leaving = False  # a successor takes the new connections
-        self.ending = asyncio.Event()  # the process drains and ends
+        self.when_ending: list[Callable[[], None]] = []  # called when the process begins to drain
         self.keep_alive = KeepAlive()
         self.store = ResponseStore(settings, shared_directory(settings))
         self.grammars = GrammarCompiler(model.file.path)
