@@ -7,7 +7,7 @@ follows OpenAI's encoder.py.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Final
 
@@ -207,7 +207,7 @@ def _byte_alphabet() -> dict[str, int]:
     }
 
 
-def covers_utf8(table: list[bytes]) -> bool:
+def covers_utf8(table: Iterable[bytes]) -> bool:
     """Whether every byte that UTF-8 can hold is an id of its own: then no text is dropped or folded."""
     return {bytes([byte]) for byte in range(0xF5) if byte not in (0xC0, 0xC1)}.issubset(table)
 

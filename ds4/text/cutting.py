@@ -12,10 +12,10 @@ next to no vocabulary has a token that crosses one. Where one has, as SuperBPE d
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
-from ds4.vocabulary import TokenType, Vocabulary
+from ds4.vocabulary import TokenType, Vocabulary, covers_utf8
 
 WINDOW_CHARS: Final = 1 << 16
 # Behind the match is the cut. One line feed after something else: of more, a pre-tokenizer leaves the last
@@ -28,11 +28,18 @@ _CROSSES: Final = re.compile(r"[A-Za-z] |\n(?:[^\W\d_]|\ufffd)")  # U+FFFD: of a
 class Cutter:
     """Cuts texts for one vocabulary, whose ids stand for `token_bytes`."""
 
-    def __init__(self, vocabulary: Vocabulary, token_bytes: Iterable[bytes]) -> None:
-        self._can_cut = not vocabulary.add_space_prefix and not any(
-            _CROSSES.search(raw.decode("utf-8", "replace"))
-            for raw, token_type in zip(token_bytes, vocabulary.types, strict=True)
-            if token_type != TokenType.CONTROL  # a text is cut at these before
+    def __init__(self, vocabulary: Vocabulary, token_bytes: Sequence[bytes]) -> None:
+        byte_level = vocabulary.pre_tokenizer is not None and vocabulary.pre_tokenizer.byte_level
+        # Without a token for every byte, characters without one become one unknown id together.
+        is_divisible = byte_level or covers_utf8(token_bytes)
+        self._can_cut = (
+            is_divisible
+            and not vocabulary.add_space_prefix
+            and not any(
+                _CROSSES.search(raw.decode("utf-8", "replace"))
+                for raw, token_type in zip(token_bytes, vocabulary.types, strict=True)
+                if token_type != TokenType.CONTROL  # a text is cut at these before
+            )
         )
 
     def pieces(self, text: str, window_chars: int = WINDOW_CHARS) -> Iterator[str]:

@@ -14,7 +14,7 @@ from ds4.text.cutting import Cutter
 from ds4.text.tokenizer import Tokenizer
 from ds4.vocabulary import byte_table, read_vocabulary
 from tests.support.embedded_model import embedded_model
-from tests.support.vocabulary_file import Token, byte_tokens, write_vocabulary
+from tests.support.vocabulary_file import UNKNOWN, Token, byte_tokens, write_vocabulary
 from tests.vectors.make_tokenizer import small_bpe, small_spm
 
 VECTORS: Final[dict[str, Any]] = msgspec.json.decode(
@@ -104,6 +104,17 @@ def test_pieces_have_the_ids_of_the_whole_in_the_embedded_model() -> None:
 def test_a_space_before_every_text_is_a_reason_not_to_cut(tmp_path: Path) -> None:
     cutter = cutter_of(small_spm(tmp_path / "v.gguf", VECTORS["pieces"], space_prefix=True))
     assert list(cutter.pieces("one two three", 1)) == ["one two three"]
+
+
+def test_characters_without_an_id_are_a_reason_not_to_cut(tmp_path: Path) -> None:
+    tokens = [Token("<unk>", UNKNOWN), *map(Token, ["\u2581", "\n", "f", "o"])]
+    path = write_vocabulary(
+        tmp_path / "v.gguf",
+        tokens,
+        model="llama",
+        settings={"ggml.add_space_prefix": False, "ggml.unknown_token_id": 0},
+    )
+    assert list(cutter_of(path).pieces("f o\n\u0416\u0443", 1)) == ["f o\n\u0416\u0443"]
 
 
 @pytest.mark.parametrize("crossing", ["a\u0120", "a\u0120b", "\u010aa", "\u010a\u00e4"])
