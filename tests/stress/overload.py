@@ -41,6 +41,8 @@ from tests.support.tiny_model import TinyShape, write_tiny_model
 # by --kv-cache-tokens, and is memory when it was used.
 MAX_GROWTH_BYTES: Final = 128 << 20
 _KV_TOKEN_BYTES: Final = 32 << 10  # at most, in the models that this is run with
+_MOST_CLIENTS: Final = 3000
+_MOST_S: Final = 10.0  # that an answer takes: who is held at the door, and then served
 TOKENS: Final = 32  # of an answer, on average
 _PATH: Final = "/v1/chat/completions"
 _GENERATED: Final = re.compile(r"^ds4_generation_tokens_total (\S+)$", re.MULTILINE)
@@ -67,7 +69,8 @@ class Phase(msgspec.Struct):
 
     name: str
     clients: int
-    offered_per_s: float  # requests answered in one way or the other
+    answered_per_s: float  # requests, in one way or the other
+    late: int  # requests that were not sent in time because no client was free
     tokens_per_s: float
     of_peak_percent: float  # of the mean of the peaks around it; 0 for a peak
     whole: int
@@ -131,7 +134,7 @@ class Load:
                     "hello", TOKENS // 2 + seed % (TOKENS + 1), seed=seed, temperature=0.7, stream=True
                 ),
             )
-            for seed in range(self.plan.factor * self.plan.slots * self.plan.front_ends)
+            for seed in range(max(num_polite + num_rude, min(_MOST_CLIENTS, int(rate * _MOST_S))))
         ]
         callers = [
             Caller(self.server.port, request, tally, is_rude=seed >= num_polite)
@@ -149,8 +152,10 @@ class Load:
         tokens, took_s = await self._generated() - before, time.monotonic() - began_s
         shares = {who: round(100 * (_cpu_s(pid) - used[who]) / took_s) for who, pid in clients.items()}
         tally.stopping = True
+        late = 0
         if rate:
             await arriving
+            late = arrivals.num_late
         for caller in callers:
             caller.hang_up()
         await asyncio.sleep(1.0)  # until their slots are free
@@ -158,7 +163,8 @@ class Load:
         return Phase(
             name=name,
             clients=len(callers),
-            offered_per_s=round((tally.counts["whole"] + tally.counts["429"]) / took_s, 1),
+            answered_per_s=round((tally.counts["whole"] + tally.counts["429"]) / took_s, 1),
+            late=late,
             tokens_per_s=round(tokens / took_s, 1),
             of_peak_percent=0.0,
             whole=tally.counts["whole"],

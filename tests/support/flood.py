@@ -180,7 +180,7 @@ class Caller(asyncio.Protocol):
 class Arrivals:
     """Requests that come `rate` a second, evenly, whatever becomes of those before: an open loop.
 
-    As long as one of the clients is free: there is one for each of `requests`.
+    As long as one of the clients is free: there is one for each of `requests`. `num_late` found none.
     """
 
     def __init__(self, port: int, requests: Sequence[bytes], tally: Tally, rate: float) -> None:
@@ -190,6 +190,7 @@ class Arrivals:
         self._tally = tally
         self._rate = rate
         self._free: list[Caller] = []
+        self.num_late = 0
 
     async def run(self) -> None:
         """Send them, until the tally stops."""
@@ -208,6 +209,8 @@ class Arrivals:
             caller = Caller(self._port, self._requests.pop(), self._tally, when_free=self._free.append)
             self.callers.append(caller)
             caller.ask()
+        else:
+            self.num_late += 1
 
 
 def _number(head: bytes, name: bytes) -> int:
