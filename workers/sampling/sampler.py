@@ -63,11 +63,11 @@ class HostSampler:
         np.take(self._table.draws, seats, out=draws, mode="clip")
         draws["position"] = positions
 
-    def take(self, draws: NDArray[np.void], result: StepResult) -> bool:
+    def take(self, seats: NDArray[np.int32], draws: NDArray[np.void], result: StepResult) -> bool:
         """Take over what a device chose; False where that is not all there is to do: then `sample`."""
         num_rows = len(draws)
         tokens = draws["token"]
-        if self._table.num_reporting or tokens.min(initial=0) < 0:
+        if tokens.min(initial=0) < 0 or np.bitwise_or.reduce(self._table.needs[seats]) & REPORTS:
             return False
         result.num_samples = num_rows
         result.forced = {}

@@ -29,7 +29,6 @@ class SeatTable:
     def __init__(self, max_seats: int) -> None:
         self.needs = np.zeros(max_seats, np.uint8)
         self.num_logprobs = np.full(max_seats, NO_LOGPROBS, np.int64)
-        self.num_reporting = 0  # seats whose latest sequence wants log-probabilities
         # What a row's DRAW is before its step: one gather a step. The parameters are its columns.
         self.draws = np.zeros(max_seats, DRAW)
         self.draws["token"], self.draws["mass"] = UNDECIDED, -1.0
@@ -48,7 +47,6 @@ class SeatTable:
             needs |= ADJUSTS
         if params.num_logprobs != NO_LOGPROBS:
             needs |= REPORTS
-        self.num_reporting += bool(needs & REPORTS) - bool(self.needs[seat] & REPORTS)
         self.needs[seat] = needs
         self.adjust_below[seat] = adjust_below
         self.temperature[seat] = 1.0 if greedy else min(params.temperature, 3e38)

@@ -9,8 +9,10 @@ from numpy.typing import NDArray
 
 from ds4.generation import SamplingParams
 from tests.workers.sampling import oracle
+from workers.sampling.filters import UNDECIDED
 from workers.sampling.interface import SeatParams, StepResult
 from workers.sampling.sampler import HostSampler
+from workers.sampling.summary import DRAW
 
 NO_HISTORY = np.zeros(0, np.uint32)
 
@@ -297,6 +299,26 @@ def test_an_empty_step_is_answered() -> None:
     none = np.zeros(0, np.int32)
     sampler.sample(np.zeros((0, 40), np.float32), none, none, result)
     assert result.num_samples == 0
+
+
+def test_what_a_device_chose_is_taken_unless_a_row_of_the_step_wants_log_probabilities() -> None:
+    sampler, result = HostSampler(3, 100), StepResult(3)
+    sampler.seat(0, seat_params(SamplingParams()))
+    sampler.seat(1, seat_params(SamplingParams()))
+    sampler.seat(2, seat_params(SamplingParams(num_logprobs=0)))  # and stays the last to have had it
+
+    def is_taken(*seats: int, token_id: int = 7) -> bool:
+        index, draws = np.array(seats, np.int32), np.zeros(len(seats), DRAW)
+        sampler.describe(index, np.full(len(seats), 5, np.int32), draws)
+        draws["token"] = token_id
+        return sampler.take(index, draws, result)
+
+    assert not is_taken(0, 2)
+    assert is_taken(1, 0)
+    assert tokens(result) == [7, 7]
+    assert not is_taken(1, 0, token_id=UNDECIDED)
+    assert is_taken()
+    assert tokens(result) == []
 
 
 def test_rows_may_name_seats_in_any_order() -> None:

@@ -99,7 +99,7 @@ class CpuDevice:
         self._sampler.describe(seats, positions, draws)
         self._pool.run(self._tuner.choose(batch.num_rows))
         self._tuner.record(batch.num_rows, time.perf_counter() - started)
-        if not self._sampler.take(draws, self._results):
+        if not self._sampler.take(seats, draws, self._results):
             logits = self._plan.logits[: len(seats), : self._vocab_size]
             self._sampler.sample(logits, seats, positions, self._results, self._summary(len(seats)))
         self._last_token[seats] = self._results.token_ids[: len(seats)]
