@@ -89,6 +89,7 @@ class Plan:
         self._table_kinds: set[WeightKind] = set()
         self._consumers = self._count_consumers(program)
         self._pair_order = self._find_pair_orders(program)
+        self._quantised_attention = self._find_quantised_attention(program)
 
         rows, samples = limits.max_rows + SPARE_ROWS, limits.max_seats + SPARE_ROWS
         heads_size, kv_size = sizes.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
@@ -154,15 +155,13 @@ class Plan:
     @staticmethod
     def _count_consumers(program: Program) -> dict[str, bool]:
         """Which form of which activations some matmul reads."""
-        found = {f"{name}_{form}": False for name in ("normed", "attn", "act", "sampled") for form in _FORMS}
+        found = {f"{name}_{form}": False for name in ("normed", "act", "sampled") for form in _FORMS}
         for operation in program.operations:
             match operation:
                 case QkvMatmul():
                     uses = [("normed", tensor) for tensor in (operation.q, operation.k, operation.v)]
                 case GateUpMatmul():
                     uses = [("normed", operation.gate), ("normed", operation.up)]
-                case OutputMatmul():
-                    uses = [("attn", operation.weight)]
                 case DownMatmul():
                     uses = [("act", operation.weight)]
                 case Logits():
@@ -184,6 +183,20 @@ class Plan:
                 rotary_size = 2 * len(operation.inverse_frequencies)
                 orders[id(before)] = adjacent_pairs(sizes.num_heads, sizes.head_size, rotary_size)
         return orders
+
+    @staticmethod
+    def _find_quantised_attention(program: Program) -> set[int]:
+        """By identity: the attention operations whose own output product reads records, not floats.
+
+        Not of the program as a whole: only a last layer that reads records may run on sampled rows alone.
+        """
+        found = set()
+        for before, operation in itertools.pairwise(program.operations):
+            if isinstance(operation, OutputMatmul):
+                assert isinstance(before, Attention)
+                if runtime_kind(operation.weight.ggml_type) not in FLOAT_BYTES:
+                    found.add(id(before))
+        return found
 
     def _records(self, num_rows: int, size: int) -> Buffer:
         blocks = size // BLOCK_INPUTS
@@ -327,7 +340,7 @@ class Plan:
         return self.cache.address + layer * self.layer_bytes
 
     def _attention(self, operation: Attention) -> "list[list[int | Matrix]]":
-        wanted = self._second.address if self._consumers["attn_records"] else 0
+        wanted = self._second.address if id(operation) in self._quantised_attention else 0
         by_head = self.sizes.head_size % BLOCK_INPUTS == 0  # else blocks straddle heads
         head: list[int | Matrix] = [
             Code.ATTENTION,

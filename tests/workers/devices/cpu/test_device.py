@@ -13,7 +13,7 @@ from tests.support.device_driver import DeviceDriver, small_limits
 from tests.support.tiny_model import TinyShape
 from tests.workers.devices.cpu.rig import cpu_driver, distance, pair, tiny_program
 from workers.devices.cpu.device import CpuDevice
-from workers.model.program import Embed, Program
+from workers.model.program import Embed, OutputMatmul, Program
 
 PROMPT = [5, 9, 200, 31, 77, 12, 250, 8, 64, 3, 119, 40, 41, 42, 9, 9, 17, 100, 230, 1, 6, 88, 180]
 # Int8 activations: about 0.5 % a product, which random layers amplify; a wrong weight would give 1.
@@ -53,6 +53,26 @@ def test_logits_are_the_references_for_every_weight_type(tmp_path: Path, quant: 
 def test_other_shapes_of_the_same_heads_agree_too(tmp_path: Path, shape: TinyShape) -> None:
     with pair(tiny_program(tmp_path, "Q8_0", shape)) as both:
         cpu, reference = both.logits({0: PROMPT})
+        assert distance(cpu, reference) < INT8
+
+
+@pytest.mark.parametrize("head_size", [16, 32])
+@pytest.mark.parametrize("float_layers", [[0], [1], [0, 1]], ids=str)
+def test_output_products_may_be_floats_in_some_layers(
+    tmp_path: Path, head_size: int, float_layers: list[int]
+) -> None:
+    shape = TinyShape(head_size=head_size)
+    low, high = tiny_program(tmp_path, "Q8_0", shape), tiny_program(tmp_path, "F16", shape)
+    operations, layer = list(low.operations), 0
+    for index, operation in enumerate(high.operations):
+        if isinstance(operation, OutputMatmul):
+            if layer in float_layers:
+                operations[index] = operation
+            layer += 1
+    with pair(msgspec.structs.replace(low, operations=tuple(operations))) as both:
+        cpu, reference = both.logits({0: PROMPT, 1: PROMPT[:3]})
+        assert distance(cpu, reference) < INT8
+        cpu, reference = both.logits({0: [7], 1: [8]})
         assert distance(cpu, reference) < INT8
 
 
