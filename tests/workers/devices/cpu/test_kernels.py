@@ -12,6 +12,7 @@ from tests.workers.devices.cpu.rig import Kernels, can_run
 from tests.workers.devices.cpu.test_blocks import random_rows
 from workers.devices.cpu import target as target_module
 from workers.devices.cpu.blocks import runtime_kind
+from workers.devices.cpu.elementwise import Elementwise
 from workers.devices.cpu.emit import ADDRESS, V16I32, V32I16, Emitter, Library, Value
 from workers.devices.cpu.formats import (
     FLOAT_BYTES,
@@ -24,6 +25,7 @@ from workers.devices.cpu.formats import (
     tile_bytes,
 )
 from workers.devices.cpu.matmul import float_kernel, quantised_kernel
+from workers.devices.cpu.memory import Memory
 from workers.devices.cpu.packing import Matrix, Packer, Rows
 from workers.devices.cpu.target import Isa, restricted_target
 from workers.devices.cpu.tiles import (
@@ -266,6 +268,63 @@ def test_powers_of_two_are_exact_at_zero_and_close_elsewhere(isa: Isa) -> None:
     kernels.call(kernels.names[0], values.ctypes.data)
     assert list(values[:4]) == [1, 1, 2.0**-126, 2.0**-126]
     assert np.isnan(values[4])
+
+
+@pytest.fixture(scope="module", params=[isa for isa in Isa if can_run(restricted_target(isa))])
+def elementwise(request: pytest.FixtureRequest) -> Kernels:
+    library = Library(restricted_target(request.param))
+    Elementwise(library, Memory(library), 16)
+    return Kernels(library)
+
+
+def silu_of(
+    kernels: Kernels, gates: np.ndarray, ups: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of 32 as `silu_store` writes them, and the quants and scales of `silu_quantise`."""
+    store, quantise = (
+        next(name for name in kernels.names if f"silu_{to}_" in name) for to in ("store", "quantise")
+    )
+    pairs = np.concatenate([gates, ups], axis=1)
+    floats, records = np.zeros_like(gates), np.zeros((len(gates), RECORD_BYTES), np.uint8)
+    kernels.call(store, pairs.ctypes.data, len(gates), floats.ctypes.data, floats.strides[0])
+    kernels.call(quantise, pairs.ctypes.data, len(gates), records.ctypes.data)
+    scales = np.ascontiguousarray(records[:, 32:36]).view(np.float32)
+    return floats, records[:, :32].view(np.int8), scales
+
+
+def test_silu_is_close_for_gates_of_any_size(elementwise: Kernels) -> None:
+    rng = np.random.default_rng(4)
+    gates = rng.normal(0, 6, (40, 32)).astype(np.float32)
+    ups = rng.normal(0, 3, (40, 32)).astype(np.float32)
+    gates[1, ::2], gates[2, ::5], gates[3], gates[4], gates[5, ::3] = -1e4, -1e9, -80, -1e18, 1e4
+    gates[6, :16], gates[6, 16:] = -1e4, 1e4  # these share a division
+    ups[4] = 1
+    wide = gates.astype(np.float64)
+    expected = wide * np.exp(np.minimum(wide, 0)) / (1 + np.exp(-np.abs(wide))) * ups
+    floats, quants, scales = silu_of(elementwise, gates, ups)
+    # e^-gate counts as no more than 2^60, which leaves so little of a gate far below zero.
+    left = np.abs(wide * ups) * 2.0**-60
+    # The power of a gate is rounded in proportion to its size.
+    tolerance = (4e-7 + 2.0**-24 * np.minimum(np.abs(wide), 60)) * np.abs(expected) + 1.001 * left
+    assert (np.abs(floats - expected) <= tolerance).all()
+    assert (np.abs(quants * scales - floats) <= 0.501 * scales).all()
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_silu_shows_what_is_not_a_number_and_spares_other_rows(elementwise: Kernels, value: float) -> None:
+    gates, ups = np.random.default_rng(4).normal(0, 6, (2, 40, 32)).astype(np.float32)
+    clean = silu_of(elementwise, gates, ups)
+    places = {3: 0, 17: 15, 31: 16, 32: 31}  # rows and columns of either half, in both turns
+    for harmed in (gates, ups):
+        values = harmed.copy()
+        for row, column in places.items():
+            values[row, column] = value
+        found = silu_of(elementwise, *((values, ups) if harmed is gates else (gates, values)))
+        for row, column in places.items():
+            assert not np.isfinite(found[0][row, column])
+            assert not np.isfinite(found[2][row, 0])
+        for part, whole in zip(found, clean, strict=True):
+            assert np.array_equal(np.delete(part, list(places), 0), np.delete(whole, list(places), 0))
 
 
 @pytest.mark.parametrize(("granted", "expected"), [(True, Isa.AMX), (False, Isa.AVX512_VNNI)])
