@@ -24,7 +24,11 @@ import msgspec
 from ds4.children import module_command
 from workers.devices.cpu.spec import StepSpec
 from workers.devices.cpu.target import Target, target_machine
+from workers.devices.interface import PAGE_TOKENS
+from workers.sampling.filters import UNDECIDED
+from workers.sampling.seats import NO_TOP_K
 from workers.sampling.summary import DRAW
+from workers.sampling.uniform import GOLDEN, MIX_A, MIX_B
 
 log: Final = logging.getLogger(__name__)
 _DIGEST_BYTES: Final = 32
@@ -40,6 +44,16 @@ SOURCES: Final = (
     "attention", "build", "control", "draw", "elementwise", "emit", "formats", "groups", "matmul", "memory",
     "operations", "spec", "step", "target", "tiles",
 )  # fmt: skip
+# What they take from other packages and the code holds as numbers.
+CONSTANTS: Final = {
+    "DRAW": DRAW.descr,
+    "GOLDEN": GOLDEN,
+    "MIX_A": MIX_A,
+    "MIX_B": MIX_B,
+    "NO_TOP_K": NO_TOP_K,
+    "PAGE_TOKENS": PAGE_TOKENS,
+    "UNDECIDED": UNDECIDED,
+}
 
 
 class MachineCode:
@@ -101,9 +115,9 @@ def _make(target: Target, spec: StepSpec) -> bytes:
 
 
 def cache_key(target: Target, spec: StepSpec) -> str:
-    """A digest of the target, the spec, the sources of the code and the compiler's version."""
+    """A digest of the target, the spec, the code's sources and constants, and the compiler's version."""
     digest = hashlib.sha256(
-        msgspec.json.encode((target, spec, DRAW.descr, version("llvmlite"), version("numba")))
+        msgspec.json.encode((target, spec, CONSTANTS, version("llvmlite"), version("numba")))
     )
     for name in SOURCES:
         digest.update((Path(__file__).parent / f"{name}.py").read_bytes())

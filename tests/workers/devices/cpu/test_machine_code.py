@@ -1,5 +1,6 @@
 """The cache of compiled code."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -11,8 +12,9 @@ import pytest
 pytest.importorskip("numba", reason="the CPU engine needs numba")
 
 from tests.workers.devices.cpu.rig import Kernels
+from workers.devices.cpu import machine_code
 from workers.devices.cpu.emit import ADDRESS, Emitter, Library, Value
-from workers.devices.cpu.machine_code import SOURCES, cache_key, load_machine_code
+from workers.devices.cpu.machine_code import CONSTANTS, SOURCES, cache_key, load_machine_code
 from workers.devices.cpu.spec import StepSpec
 from workers.devices.cpu.target import Isa, host_target, restricted_target, target_machine
 
@@ -91,6 +93,23 @@ def test_every_module_that_shapes_the_code_is_part_of_the_key() -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert set(loaded.stdout.split()) == set(SOURCES)
+
+
+def test_every_constant_of_other_packages_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = set()
+    for name in SOURCES:
+        source = Path(machine_code.__file__).with_name(f"{name}.py").read_text()
+        imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+        for node in imports:
+            if not (node.module or "").startswith("workers.devices.cpu."):
+                imported |= {alias.name for alias in node.names if alias.name.isupper()}
+    assert imported == set(CONSTANTS)
+    before = cache_key(host_target(), SPEC)
+    for name in CONSTANTS:
+        with monkeypatch.context() as patch:
+            patch.setitem(CONSTANTS, name, 7)
+            assert cache_key(host_target(), SPEC) != before
+    assert cache_key(host_target(), SPEC) == before
 
 
 def test_a_cached_start_imports_no_numba(tmp_path: Path) -> None:
