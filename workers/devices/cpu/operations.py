@@ -19,7 +19,7 @@ from workers.devices.cpu.formats import FLOAT_BYTES, OUTPUT_UNIT, QUANTISED, REC
 from workers.devices.cpu.groups import RUN_PAGES, group_sizes, page_bytes, page_scales_offset
 from workers.devices.cpu.memory import Memory
 from workers.devices.cpu.spec import StepSpec
-from workers.sampling.summary import DRAW, draw_offset
+from workers.sampling.summary import DRAW
 
 Jitted = Callable[..., Any]
 
@@ -291,10 +291,9 @@ def make_quantise_operation(kernels: Kernels) -> Jitted:
 
 def make_summarise_operation(kernels: Kernels) -> Jitted:
     """The largest logits of blocks, and the tokens drawn."""
-    load, load_f32 = kernels.memory.load_i64, kernels.memory.load_f32
+    load = kernels.memory.load_i64
     largest_of_blocks, draw = kernels.rows.largest_of_blocks, kernels.draw
     samples_at, record_bytes = 8 * Control.NUM_SAMPLES, DRAW.itemsize
-    temperature_at = draw_offset("temperature")
     scratch_at, scratch_stride_at = 8 * Control.SCRATCH, 8 * Control.SCRATCH_STRIDE
 
     @jit
@@ -306,8 +305,8 @@ def make_summarise_operation(kernels: Kernels) -> Jitted:
         for row in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
             at = logits + row * stride
             best = largest_of_blocks(at, num_values, maxima + row * maxima_stride)
-            to = draws + row * record_bytes
-            if load_f32(to + temperature_at) > 0 and best - best == 0:
+            if best - best == 0:
+                to = draws + row * record_bytes
                 draw(at, num_values, maxima + row * maxima_stride, best, to, scratch)
 
     return summarise
