@@ -4,8 +4,9 @@ Owns nothing. Runs in the worker process while the engine's machine code is made
 
 A page holds 16 positions: of each layer and KV head the keys as [head_size / 2][16 positions][2] and the
 values as [8 pairs of positions][head_size][2] int16, each followed by the positions' scales, [16] float32.
-Scaled by their length, keys and queries are more exact than in float16 (12 bits and more of a common
-element), and one instruction multiplies two: sums within a page are whole numbers, float32 across pages.
+Scaled by their length, keys and queries are no less exact than in float16 (of a common element 12 bits at
+heads of 64, 11 at 256), and one instruction multiplies two: sums within a page are whole numbers, float32
+across pages.
 So 16 scores come from vectors of keys with no sum across lanes. The cache lies as
 [run of 64 pages][layer][keys, values][KV head][page]: neighbouring pages of a sequence are one stream,
 and memory is touched only as far as pages are in use. Queries that share a KV head, and up to four

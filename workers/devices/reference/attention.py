@@ -8,7 +8,7 @@ every product has a shape whose rows agree bit for bit (`fixed_order`), and keys
 see add exact zeros. Rows of one prompt chunk share their tiles; decode rows of up to
 MAX_STACK sequences are stacked, longest first, so that a tile needs no work for those already done.
 
-The cache is float32 where other devices use float16: this device is what they are measured against.
+The cache is float32 where other devices use 16 bits: this device is what they are measured against.
 """
 
 from typing import Final

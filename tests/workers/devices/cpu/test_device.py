@@ -17,7 +17,7 @@ from workers.model.program import Embed, OutputMatmul, Program
 
 PROMPT = [5, 9, 200, 31, 77, 12, 250, 8, 64, 3, 119, 40, 41, 42, 9, 9, 17, 100, 230, 1, 6, 88, 180]
 # Int8 activations: about 0.5 % a product, which random layers amplify; a wrong weight would give 1.
-# Floats differ by float16 keys and values.
+# Floats differ by 16-bit keys and values.
 INT8, FLOAT = 0.12, 0.004
 
 
