@@ -24,7 +24,7 @@ from ds4.api.errors import BusyError, failure
 from ds4.api.state import FrontState
 from ds4.errors import RingFullError
 
-PER_SECOND: Final = 50  # refusals that leave as they come: 1 or 2 % of a core
+PER_SECOND: Final = 150  # refusals that leave as they come: 3 to 5 % of a core
 BURST: Final = 50
 MAX_HOLD_S: Final = 5.0
 # The held leave together, and those that come back at once come together: many in a row cost a fraction of
