@@ -372,13 +372,8 @@ class Emitter:
         isa = self.target.isa
         if isa in (Isa.AMX, Isa.AVX512_VNNI):
             return self._vnni("vpdpbusd", 512, sums, weights, values)
-        pieces = 4 if isa is Isa.NEON_DOT else 2
-        width = LANES // pieces
         out = []
-        for piece in range(pieces):
-            part = self.lanes(sums, range(width * piece, width * (piece + 1)))
-            bytes_of = range(4 * width * piece, 4 * width * (piece + 1))
-            left, right = self.lanes(weights, bytes_of), self.lanes(values, bytes_of)
+        for part, left, right in self._pieces(sums, weights, values):
             if isa is Isa.AVX_VNNI:
                 out.append(self._vnni("vpdpbusd", 256, part, left, right))
             elif isa is Isa.AVX2:
@@ -395,13 +390,8 @@ class Emitter:
         isa = self.target.isa
         if isa in (Isa.AMX, Isa.AVX512_VNNI):
             return self._vnni("vpdpwssd", 512, sums, left, right)
-        pieces = 4 if isa is Isa.NEON_DOT else 2
-        width = LANES // pieces
         out = []
-        for piece in range(pieces):
-            part = self.lanes(sums, range(width * piece, width * (piece + 1)))
-            halves_of = range(2 * width * piece, 2 * width * (piece + 1))
-            a, b = self.lanes(left, halves_of), self.lanes(right, halves_of)
+        for part, a, b in self._pieces(sums, left, right):
             if isa is Isa.AVX_VNNI:
                 out.append(self._vnni("vpdpwssd", 256, part, a, b))
             elif isa is Isa.AVX2:
@@ -409,6 +399,15 @@ class Emitter:
             else:
                 out.append(self._plain_dot(part, a, b))
         return self.join(out)
+
+    def _pieces(self, sums: Value, left: Value, right: Value) -> Iterator[tuple[Value, Value, Value]]:
+        """The operands of a dot product cut to the target's vectors."""
+        width = LANES // (4 if self.target.isa is Isa.NEON_DOT else 2)
+        per_sum = left.type.count // LANES
+        for first in range(0, LANES, width):
+            operands = range(per_sum * first, per_sum * (first + width))
+            part = self.lanes(sums, range(first, first + width))
+            yield part, self.lanes(left, operands), self.lanes(right, operands)
 
     def _vnni(self, name: str, bits: int, sums: Value, left: Value, right: Value) -> Value:
         if _dot_takes_words(name, "<64 x i8>" if name == "vpdpbusd" else "<32 x i16>"):
