@@ -110,10 +110,10 @@ async def _hold(front: Front, monkeypatch: pytest.MonkeyPatch, num: int = 1) -> 
         return 2 * DEADLINE_S
 
     monkeypatch.setattr(Pace, "hold_s", hold_s)
-    held = []
-    for number in range(1, num + 1):
+    held: list[Any] = []
+    for _ in range(num):
         held.append(asyncio.ensure_future(front.chat()))
-        await until(lambda number=number: num_held == number)  # type: ignore[misc]
+        await until(lambda: num_held == len(held))
     return held
 
 
