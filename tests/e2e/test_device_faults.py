@@ -21,7 +21,7 @@ from tests.support.server import (
     stream_events,
     wait_until,
 )
-from tests.support.struck import POISON, STRIKE
+from tests.support.struck import POISON, SLOW, STRIKE
 
 pytestmark = pytest.mark.e2e
 
@@ -145,6 +145,7 @@ def test_every_kind_of_request_goes_on_exactly_after_the_device_failed(
         assert expected["forgotten text"][0]["end"] == "stop"
         if device != "cuda":
             schemas.check(expected["a grammar"][0]["text"], NUMBERS)
+        os.kill(server.worker(), SLOW)
         with ThreadPoolExecutor(2 * len(made)) as pool:
             before = metric(server, "ds4_generation_tokens_total")
             answers = {
@@ -171,6 +172,7 @@ def test_a_request_that_kills_the_worker_fails_alone_and_is_not_tried_again(tiny
         made = [chat_request(f"innocent {number}", 500, seed=number, **SAMPLED) for number in range(5)]
         expected = [whole(server.url, body) for body in made]
         poison = chat_request(f"please {POISON}", 20)
+        os.kill(server.worker(), SLOW)
         with ThreadPoolExecutor(len(made)) as pool:
             answers = [pool.submit(streamed, server.url, body) for body in made]
             wait_until(lambda: metric(server, "ds4_num_requests_running") == len(made), "all of them")

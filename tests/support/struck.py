@@ -5,12 +5,15 @@ the worker through this module, and there the opened device is put into a `Struc
 
 - STRIKE, sent to the worker: the step in flight, and every one after it, fails with DeviceFaultError, as
   after an illegal access on a GPU.
+- SLOW, sent to the worker: every step takes at least SLOW_STEP_S, so that a test's requests are all still
+  running when the last of them has come, on a machine of any speed.
 - A sequence whose prompt holds POISON ends the process with SIGSEGV in every step it takes part in.
 """
 
 import os
 import signal
 import sys
+import time
 from typing import Final
 
 import numpy as np
@@ -26,6 +29,8 @@ from workers.devices.interface import Device, DeviceFaultError, Limits, SeatPara
 from workers.devices.registry import open_device
 
 STRIKE: Final = signal.SIGRTMIN
+SLOW: Final = signal.SIGRTMAX
+SLOW_STEP_S: Final = 0.05
 POISON: Final = "\x07\x07\x07"
 _POISON: Final = np.full(3, 10, np.uint32).tobytes()  # the tiny model's tokens for it
 _WORKER: Final = "workers.main"
@@ -40,7 +45,9 @@ class StruckDevice:
         self._device = device
         self._poisoned: set[int] = set()
         self._is_broken = False
+        self._pause_s = 0.0
         signal.signal(STRIKE, lambda number, frame: self._strike())
+        signal.signal(SLOW, lambda number, frame: self._slow_down())
 
     def seat(self, seat: int, params: SeatParams) -> None:
         """As the interface says."""
@@ -55,6 +62,7 @@ class StruckDevice:
         self._check()
         if self._poisoned.intersection(batch.sequence_seats[: batch.num_sequences].tolist()):
             os.kill(os.getpid(), signal.SIGSEGV)
+        time.sleep(self._pause_s)
         self._device.submit(batch)
 
     def collect(self) -> StepResult:
@@ -68,6 +76,9 @@ class StruckDevice:
 
     def _strike(self) -> None:
         self._is_broken = True
+
+    def _slow_down(self) -> None:
+        self._pause_s = SLOW_STEP_S
 
     def _check(self) -> None:
         if self._is_broken:

@@ -49,7 +49,14 @@ def an_agents_loop(**options: Any) -> None:
     """A forced call, streamed, its result, and the answer to it."""
     chunks = list(
         litellm.completion(
-            **options, messages=_USER, tools=[_LOOK], tool_choice="required", max_tokens=200, stream=True
+            **options,
+            messages=_USER,
+            tools=[_LOOK],
+            tool_choice="required",
+            temperature=0,
+            parallel_tool_calls=False,  # a model of random weights would call until the limit
+            max_tokens=200,
+            stream=True,
         )
     )
     built = litellm.stream_chunk_builder(chunks, messages=_USER)

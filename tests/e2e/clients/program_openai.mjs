@@ -32,8 +32,7 @@ assert.deepEqual(usage.total_tokens, whole.usage.total_tokens);
 const seen = [];
 const runner = client.chat.completions.runTools(
   {
-    model: "m",
-    messages,
+    ...same,
     max_tokens: 200,
     stream: true,
     tool_choice: { type: "function", function: { name: "look" } },
