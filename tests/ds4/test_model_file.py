@@ -287,7 +287,11 @@ def opens_or_refuses(path: Path) -> None:
     assert all(info.offset + info.num_bytes <= size for info in model.tensors.values())
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(
     edits=st.lists(st.tuples(st.integers(0, 9000), st.binary(min_size=1, max_size=8)), min_size=1, max_size=4)
 )

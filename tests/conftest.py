@@ -1,0 +1,15 @@
+"""What holds for all tests: property tests draw the same examples everywhere, and no clock judges them.
+
+Else the machine would choose what is tested, and a slow one fail. `--hypothesis-profile=default` draws anew.
+"""
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "same everywhere",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("same everywhere")
