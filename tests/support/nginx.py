@@ -45,10 +45,16 @@ http {{
 
 
 def free_port() -> int:
-    """A port nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody is given in passing until this process ends.
+
+    It stays bound here, and nobody listens: who sets SO_REUSEADDR, as servers do, may bind it as well.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    port = int(holder.getsockname()[1])
+    holder.detach()
+    return port
 
 
 def find_nginx() -> str:

@@ -1,12 +1,12 @@
 """Requests that two HTTP parsers could read differently, each with a second one hidden behind it.
 
-Runs in: tests. The promise: at most one request is ever answered, and never the hidden one. Source: the
-ambiguities of RFC 9112, sections 2.2, 5, 6.3, 7.1.
+Runs in: tests. The promise: at most one request is ever answered, and never the hidden one, which is the only
+one that can succeed. Source: the ambiguities of RFC 9112, sections 2.2, 5, 6.3, 7.1.
 """
 
 from typing import Final
 
-HIDDEN: Final = b"GET /v1/models/hidden HTTP/1.1\r\nhost: x\r\n\r\n"
+HIDDEN: Final = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
 _POST: Final = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
 _CHUNKED: Final = b"transfer-encoding: chunked\r\n"
 _LENGTH: Final = b"content-length: %d\r\n" % len(HIDDEN)

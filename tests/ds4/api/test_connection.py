@@ -1,38 +1,39 @@
 """ds4/api/connection.py: what a connection may cost, with real sockets."""
 
 import asyncio
-from collections.abc import Iterator
+import contextlib
+import socket
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ds4.api import exchange
 from ds4.api.connection import MAX_HEAD_BYTES, BoundedConnection
-from tests.support.front_rig import Front, with_front
+from tests.support.front_rig import DEADLINE_S, Front, with_front
 from tests.support.smuggling import CASES, PLAIN, STRICT_CASES
 
 _GET = b"GET /health/live HTTP/1.1\r\nhost: x\r\n"
 
 
-async def _talk(front: Front, pieces: Iterator[bytes] | list[bytes], pause_s: float = 0.0) -> bytes:
+async def _talk(front: Front, pieces: Iterable[bytes], pause_s: float = 0.0) -> bytes:
     """Send pieces until the server hangs up or there are no more; everything it said until it hung up."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
-    answer = asyncio.ensure_future(reader.read())
-    try:
-        for piece in pieces:
-            if answer.done():
-                break
-            writer.write(piece)
-            await writer.drain()
-            await asyncio.sleep(pause_s)
-    except ConnectionError:
-        pass
-    try:
-        return await answer
-    except ConnectionError:
-        return b""
-    finally:
-        writer.close()
+
+    def talk() -> bytes:
+        # A plain socket: an event loop's forgets what it has not read yet when the other side resets it.
+        said = b""
+        with socket.create_connection(("127.0.0.1", front.port), DEADLINE_S) as connection:
+            with contextlib.suppress(ConnectionError):
+                for piece in pieces:
+                    connection.sendall(piece)
+                    time.sleep(pause_s)
+            with contextlib.suppress(ConnectionError):
+                while piece := connection.recv(65536):
+                    said += piece
+        return said
+
+    return await asyncio.to_thread(talk)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,9 @@ def test_a_head_of_a_byte_at_a_time_and_a_silent_connection_are_given_up(
 def test_an_answer_before_the_body_does_not_keep_the_connection_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: bytes
 ) -> None:
-    monkeypatch.setattr(BoundedConnection, "head_timeout_s", 0.3)
+    # The head itself has its time, on any machine.
+    timeout_s = property(lambda made: 0.3 if made.cycle and made.cycle.response_complete else DEADLINE_S)
+    monkeypatch.setattr(BoundedConnection, "head_timeout_s", timeout_s)
 
     async def scenario(front: Front) -> None:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{"
@@ -135,13 +138,16 @@ def test_the_limit_counts_each_request_of_a_connection_anew(tmp_path: Path) -> N
     with_front(tmp_path, scenario, None)
 
 
-async def _answers(front: Front, raw: bytes) -> bytes:
-    """All that is said within a moment: a second answer would come at once."""
+async def _answers(front: Front, raw: bytes, *, wanted: int = 0) -> bytes:
+    """So many answers, or all that is said within a moment: a second one would come at once."""
     reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
     said = b""
     try:
         writer.write(raw)
-        while piece := await asyncio.wait_for(reader.read(65536), 1):
+        while not wanted or said.count(b"HTTP/1.1 ") < wanted:
+            piece = await asyncio.wait_for(reader.read(65536), DEADLINE_S if wanted else 1)
+            if not piece:
+                break
             said += piece
     except (TimeoutError, ConnectionError):
         pass
@@ -152,12 +158,13 @@ async def _answers(front: Front, raw: bytes) -> bytes:
 
 def test_no_request_can_be_hidden_in_another(tmp_path: Path) -> None:
     async def scenario(front: Front) -> None:
-        assert (await _answers(front, PLAIN)).count(b"HTTP/1.1 ") == 2, "the hidden one is never looked for"
+        plain = await _answers(front, PLAIN, wanted=2)
+        assert plain.count(b"HTTP/1.1 200 ") == 1, "the hidden one is never looked for"
         cases = CASES | STRICT_CASES
         answers = await asyncio.gather(*(_answers(front, raw) for raw in cases.values()))
         for name, said in zip(cases, answers, strict=True):
             assert said.count(b"HTTP/1.1 ") <= 1, name
-            assert b"hidden" not in said, name
+            assert b"HTTP/1.1 200 " not in said, name
             assert b"HTTP/1.1 5" not in said, name
         assert (await front.client.get("/health/live")).status_code == 200
 

@@ -56,7 +56,7 @@ class Emulated:
         for process in (self.worker, self.front):
             assert process.process.poll() is None, process.log
         try:
-            return httpx.get(f"{self.url}/health/ready", timeout=5).status_code == 200
+            return httpx.get(f"{self.url}/health/ready", timeout=DEADLINE_S).status_code == 200
         except httpx.TransportError:
             return False
 
