@@ -21,15 +21,18 @@ from tests.support.server import (
     chat_request,
     complete,
     delta_text,
+    is_alive,
     serving,
     stream_events,
     stream_text,
     wait_until,
 )
+from tests.support.struck import SLOW
 
 pytestmark = pytest.mark.e2e
 
 ENGINE = ("--device", "reference")
+STRUCK = "tests.support.struck"
 
 
 def test_it_starts_answers_and_stops_without_a_trace(tiny_model: Path, tmp_path: Path) -> None:
@@ -42,7 +45,7 @@ def test_it_starts_answers_and_stops_without_a_trace(tiny_model: Path, tmp_path:
         server.send(signal.SIGTERM)
         assert server.wait() == 0, server.log
     assert list(shared.iterdir()) == []
-    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+    assert not any(map(is_alive, children))
 
 
 def test_the_default_shared_directory_is_private_and_removed(tiny_model: Path) -> None:
@@ -60,7 +63,8 @@ def test_what_a_killed_server_left_is_swept_at_the_next_start(tiny_model: Path, 
     flags = (*ENGINE, "--shared-dir", str(tmp_path))
     with serving(tiny_model, *flags) as server:
         children = server.children()
-        for pid in (server.process.pid, *children):
+        server.send(signal.SIGSTOP)  # else it starts them again, or they end in order when it is gone
+        for pid in (*children, server.process.pid):
             os.kill(pid, signal.SIGKILL)
         server.wait()
     assert any(tmp_path.iterdir()), "nothing was left, so this test shows nothing"
@@ -89,30 +93,31 @@ def test_running_streams_finish_after_sigterm_and_new_ones_are_refused(tiny_mode
             events = stream_events(response)
             first = next(event for event in events if delta_text(event))
             server.send(signal.SIGTERM)
-            wait_until(lambda: "draining" in server.log, "the drain to start")
+            server.says("draining")
             rest = list(events)
         finish = [choice["finish_reason"] for event in [first, *rest] for choice in event["choices"]]
         assert finish[-1] == "length"
         assert server.wait() == 0, server.log
         with pytest.raises(httpx.TransportError):
-            httpx.get(f"{server.url}/health/live", timeout=5)
+            httpx.get(f"{server.url}/health/live", timeout=DEADLINE_S)
 
 
 def test_a_stream_that_drains_survives_the_loss_of_the_worker(tiny_model: Path) -> None:
-    with serving(tiny_model, *ENGINE) as server:
+    with serving(tiny_model, *ENGINE, module=STRUCK) as server:
         body = chat_request("hello", 400, stream=True)
+        worker = server.worker()
+        os.kill(worker, SLOW)
         with httpx.stream(
             "POST", f"{server.url}/v1/chat/completions", json=body, timeout=DEADLINE_S
         ) as response:
             events = stream_events(response)
             text = delta_text(next(event for event in events if delta_text(event)))
-            worker = server.worker()
             server.send(signal.SIGTERM)
-            wait_until(lambda: "draining" in server.log, "the drain to start")
+            server.says("draining")
             os.kill(worker, signal.SIGKILL)
             text += "".join(map(delta_text, events))
-        assert "is resumed" in server.log, "it ended before the worker was lost"
         assert server.wait() == 0, server.log
+        assert "is resumed" in server.log, "it ended before the worker was lost"
     with serving(tiny_model, *ENGINE) as server:
         assert text == complete(server.url, {**body, "stream": False})["choices"][0]["message"]["content"]
 
@@ -141,10 +146,10 @@ def test_a_second_signal_ends_it_at_once(tiny_model: Path, tmp_path: Path) -> No
             next(line for line in lines if '"content"' in line)
             children = server.children()
             server.send(signal.SIGTERM)
-            wait_until(lambda: "draining" in server.log, "the drain to start")
+            server.says("draining")
             server.send(signal.SIGTERM)
-            assert server.wait(30) == 128 + signal.SIGTERM, server.log
-    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+            assert server.wait() == 128 + signal.SIGTERM, server.log
+    assert not any(map(is_alive, children))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -154,7 +159,7 @@ def test_the_children_end_when_the_supervisor_is_killed(tiny_model: Path) -> Non
         assert len(children) == 3
         server.send(signal.SIGKILL)
         server.wait()
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), "the children's end")
+        wait_until(lambda: not any(map(is_alive, children)), "the children's end")
 
 
 def test_a_killed_front_end_is_replaced(tiny_model: Path) -> None:
@@ -168,10 +173,11 @@ def test_a_killed_front_end_is_replaced(tiny_model: Path) -> None:
 
 
 def test_a_stream_goes_on_with_the_same_tokens_after_the_worker_was_killed(tiny_model: Path) -> None:
-    with serving(tiny_model, *ENGINE) as server:
+    with serving(tiny_model, *ENGINE, module=STRUCK) as server:
         body = chat_request("hello world", 300, temperature=0.8, seed=7)
         expected = stream_text(server.url, body)
         worker = server.worker()
+        os.kill(worker, SLOW)
         body["stream"] = True
         with httpx.stream(
             "POST", f"{server.url}/v1/chat/completions", json=body, timeout=DEADLINE_S
@@ -235,7 +241,7 @@ def test_roles_alone_find_each_other(tiny_model: Path, tmp_path: Path) -> None:
 
         def status(path: str) -> int:
             with contextlib.suppress(httpx.TransportError):
-                return httpx.get(url + path, timeout=5).status_code
+                return httpx.get(url + path, timeout=DEADLINE_S).status_code
             assert front.process.poll() is None, front.log
             return 0
 

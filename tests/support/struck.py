@@ -5,8 +5,8 @@ the worker through this module, and there the opened device is put into a `Struc
 
 - STRIKE, sent to the worker: the step in flight, and every one after it, fails with DeviceFaultError, as
   after an illegal access on a GPU.
-- SLOW, sent to the worker: every step takes at least SLOW_STEP_S, so that a test's requests are all still
-  running when the last of them has come, on a machine of any speed.
+- SLOW, sent to the worker: every step takes at least SLOW_STEP_S, so that what a test has started still runs
+  when the test has come to its next line, on a machine of any speed. FAST: no more.
 - A sequence whose prompt holds POISON ends the process with SIGSEGV in every step it takes part in.
 """
 
@@ -30,7 +30,8 @@ from workers.devices.registry import open_device
 
 STRIKE: Final = signal.SIGRTMIN
 SLOW: Final = signal.SIGRTMAX
-SLOW_STEP_S: Final = 0.05
+FAST: Final = signal.SIGRTMAX - 1
+SLOW_STEP_S: Final = 0.5
 POISON: Final = "\x07\x07\x07"
 _POISON: Final = np.full(3, 10, np.uint32).tobytes()  # the tiny model's tokens for it
 _WORKER: Final = "workers.main"
@@ -47,7 +48,8 @@ class StruckDevice:
         self._is_broken = False
         self._pause_s = 0.0
         signal.signal(STRIKE, lambda number, frame: self._strike())
-        signal.signal(SLOW, lambda number, frame: self._slow_down())
+        signal.signal(SLOW, lambda number, frame: self._pause(SLOW_STEP_S))
+        signal.signal(FAST, lambda number, frame: self._pause(0.0))
 
     def seat(self, seat: int, params: SeatParams) -> None:
         """As the interface says."""
@@ -77,8 +79,8 @@ class StruckDevice:
     def _strike(self) -> None:
         self._is_broken = True
 
-    def _slow_down(self) -> None:
-        self._pause_s = SLOW_STEP_S
+    def _pause(self, seconds: float) -> None:
+        self._pause_s = seconds
 
     def _check(self) -> None:
         if self._is_broken:
