@@ -291,15 +291,16 @@ def _resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _child(base: bytes, first: int, until_s: float, device: str, path: Path, out: int) -> None:
-    """Cases from `first` on, one line each to `out`, until it is time."""
+def _child(base: bytes, cases: range, until_s: float, device: str, path: Path, out: int) -> None:
+    """These cases, one line each to `out`, until it is time."""
     logging.disable()
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "overflow|invalid value", RuntimeWarning)  # weights may be anything
     try_file(path, device)  # compiles and imports; `path` holds the good file
     most = _resident_bytes() + MAX_GROWTH_BYTES
-    number = first
-    while time.monotonic() < until_s:
+    for number in cases:
+        if time.monotonic() >= until_s:
+            break
         os.write(out, f"{number}\n".encode())
         path.write_bytes(case(base, number))
         signal.setitimer(signal.ITIMER_PROF, CASE_S)  # both signals end the process
@@ -313,18 +314,18 @@ def _child(base: bytes, first: int, until_s: float, device: str, path: Path, out
         if _resident_bytes() > most:
             result, most = f"took {_resident_bytes() >> 20} MiB", _resident_bytes() + MAX_GROWTH_BYTES
         os.write(out, f"{result}\n".encode())
-        number += 1
 
 
-def fuzz(seconds: float, seed: int, device: str) -> Outcome:
-    """One whole run; cases are numbered from `seed` millions on."""
+def fuzz(seed: int, device: str, *, most: int = 1_000_000, seconds: float = float("inf")) -> Outcome:
+    """One whole run of at most so many cases, numbered from `seed` millions on."""
     outcome = Outcome(0, 0, 0, [])
     until_s, number = time.monotonic() + seconds, seed * 1_000_000
+    end = number + most
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "model.gguf"
         shape = TinyShape(num_layers=1, hidden_size=32, num_heads=2, num_kv_heads=1, ffn_size=32)
         base = write_tiny_model(path, shape=shape).read_bytes()
-        while time.monotonic() < until_s:
+        while number < end and time.monotonic() < until_s:
             path.write_bytes(base)
             reader, writer = os.pipe()
             pid = os.fork()
@@ -332,7 +333,7 @@ def fuzz(seconds: float, seed: int, device: str) -> Outcome:
                 status = 1
                 try:
                     os.close(reader)
-                    _child(base, number, until_s, device, path, writer)
+                    _child(base, range(number, end), until_s, device, path, writer)
                     status = 0
                 except BaseException:  # noqa: BLE001 - a defect of this program
                     traceback.print_exc()
@@ -363,7 +364,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cpu", choices=("cpu", "reference"))
     arguments = parser.parse_args()
-    outcome = fuzz(arguments.seconds, arguments.seed, arguments.device)
+    outcome = fuzz(arguments.seed, arguments.device, seconds=arguments.seconds)
     print(msgspec.json.format(msgspec.json.encode(outcome)).decode())
     return 1 if outcome.faults else 0
 

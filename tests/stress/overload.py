@@ -15,6 +15,7 @@ cost is in the figures too.
 
 import argparse
 import asyncio
+import contextlib
 import os
 import re
 import resource
@@ -149,6 +150,10 @@ class Load:
             callers = arrivals.callers
             arriving = asyncio.ensure_future(arrivals.run())
         await asyncio.sleep(seconds)
+        with contextlib.suppress(TimeoutError):  # a machine so slow that nobody is through by now
+            async with asyncio.timeout(60):
+                while not tally.counts["whole"]:  # noqa: ASYNC110 - the callers bring it about
+                    await asyncio.sleep(0.05)
         tokens, took_s = await self._generated() - before, time.monotonic() - began_s
         shares = {who: round(100 * (_cpu_s(pid) - used[who]) / took_s) for who, pid in clients.items()}
         tally.stopping = True
@@ -220,6 +225,10 @@ async def measure(server: Server, plan: Plan) -> Outcome:
         phase.of_peak_percent = round(200 * phase.tokens_per_s / (peak.tokens_per_s + after.tokens_per_s), 1)
         phases += [phase, after]
         peak = after
+    with contextlib.suppress(TimeoutError):  # who was hung up on is about to come back
+        async with asyncio.timeout(60):
+            while not all(idler.is_open for idler in idlers):  # noqa: ASYNC110 - the loop brings it about
+                await asyncio.sleep(0.05)
     idle_open = sum(idler.is_open for idler in idlers)
     company.stopping = True
     for task in slow:

@@ -35,7 +35,7 @@ from ds4.ring.states import SlotState, WorkerState
 from ds4.ring.stream import RingStream
 from ds4.ring.worker_end import WorkerRing
 
-STUCK_AFTER_S: Final = 15.0
+STUCK_AFTER_S: Final = 60.0
 EVICT_AFTER_S: Final = 1.5
 STEP_S: Final = 0.0005
 _MIX_ID: Final = 0x9E3779B97F4A7C15
@@ -51,6 +51,7 @@ class Plan(msgspec.Struct, frozen=True):
     streams: int
     seed: int
     calm_s: float = 0.3  # least time between two blows
+    blows: int = 0  # at least, if that takes longer
 
 
 class Outcome(msgspec.Struct):
@@ -326,7 +327,7 @@ def _strike(plan: Plan, directory: Path, log: Path) -> Outcome:
     try:
         end = time.monotonic() + plan.seconds
         time.sleep(1.0)
-        while time.monotonic() < end:
+        while time.monotonic() < end or blows.total() < plan.blows:
             time.sleep(rng.uniform(plan.calm_s, 3 * plan.calm_s))
             now = time.monotonic()
             for due, process in [entry for entry in stopped if entry[0] <= now]:
@@ -376,14 +377,14 @@ def _strike(plan: Plan, directory: Path, log: Path) -> Outcome:
 
 
 def _until_started(log: Path, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 4 * STUCK_AFTER_S
+    deadline = time.monotonic() + 2 * STUCK_AFTER_S
     while not (log / f"started-{process.pid}.json").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def _end_of(process: subprocess.Popen[bytes]) -> int | None:
     with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(3 * STUCK_AFTER_S)
+        return process.wait(2 * STUCK_AFTER_S)
     return None
 
 

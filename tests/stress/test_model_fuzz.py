@@ -7,7 +7,7 @@ from tests.stress.model_fuzz import fuzz
 
 @pytest.mark.stress
 def test_a_model_file_from_hell_works_or_is_refused() -> None:
-    outcome = fuzz(seconds=10.0, seed=1, device="reference")
+    outcome = fuzz(seed=1, device="reference", most=250)
     assert outcome.faults == []
     assert outcome.worked > 0
     assert outcome.refused > 0
