@@ -101,9 +101,18 @@ def test_a_device_fault_is_raised_and_shown_in_the_batch_line(
     assert match[3] == "error the fake device was told to fail"
 
 
+class Clock:
+    """The window's, in place of the machine's: it stands until a test moves it."""
+
+    def __init__(self, rig: EngineRig) -> None:
+        self.now = 100.0
+        rig.engine._window._clock = lambda: self.now
+
+
 def test_requests_that_are_being_prepared_start_together(tmp_path: Path) -> None:
     async def test() -> None:
         async with rig_with(tmp_path, decode_coalesce_us=100_000).serving() as rig:
+            Clock(rig)
             rig.front_ends[0].set_preparing(2)
             first = rig.submit([1], 3)
             await rig.turn(2)
@@ -122,13 +131,15 @@ def test_requests_that_are_being_prepared_start_together(tmp_path: Path) -> None
 def test_every_start_from_idle_has_its_own_window(tmp_path: Path) -> None:
     async def test() -> None:
         async with rig_with(tmp_path, decode_coalesce_us=100_000).serving() as rig:
+            clock = Clock(rig)
             rig.front_ends[0].set_preparing(1)  # and never arrives
-            await rig.finish(rig.submit([1], 3))
-            steps = rig.device.num_steps
-            second = rig.submit([2], 3)
-            await rig.turn(2)
-            assert rig.device.num_steps == steps
-            await rig.finish(second)
+            for number in range(2):
+                steps = rig.device.num_steps
+                client = rig.submit([number], 3)
+                await rig.turn(2)
+                assert rig.device.num_steps == steps
+                clock.now += 0.1
+                await rig.finish(client)
 
     run(test())
 
@@ -136,6 +147,7 @@ def test_every_start_from_idle_has_its_own_window(tmp_path: Path) -> None:
 def test_a_running_engine_does_not_wait_for_those_on_the_way(tmp_path: Path) -> None:
     async def test() -> None:
         async with rig_with(tmp_path, decode_coalesce_us=100_000).serving() as rig:
+            Clock(rig)
             first = rig.submit([1], 30)
             await rig.turn(2)
             rig.front_ends[0].set_preparing(5)
