@@ -26,7 +26,10 @@ _log = logging.getLogger(__name__)
 _LENGTH: Final = struct.Struct("<I")
 _START_S: Final = 60.0  # reading a large vocabulary on a busy machine
 _PATIENCE_S: Final = 20.0  # in the queue for the child, before a client is told to come back
-_DYING_S: Final = 0.2  # for an idle one to notice that its input is closed, for a dead one to be reaped
+_LEAVE_S: Final = 0.2  # for an idle one to notice that its input is closed
+_REAP_S: Final = (
+    10.0  # for one that closed its output to be gone: why it ended decides what becomes of its work
+)
 # Ended by somebody else, not by what it was given: worth another attempt.
 _BY_OTHERS: Final = (-signal.SIGKILL, -signal.SIGTERM)
 _STARTS: Final = 3
@@ -111,8 +114,11 @@ class GrammarCompiler:
                 await child.stdin.drain()
                 return await self._answer(child, 2 * MAX_CHECK_S)  # its own alarm comes before
             except (_ChildLostError, ConnectionError):
-                if await self._end_child() not in _BY_OTHERS:
+                if await self._end_child(_REAP_S) not in _BY_OTHERS:
                     break
+            except TimeoutError:
+                await self._end_child()
+                break
             except asyncio.CancelledError:
                 await self._end_child()  # its answer would be taken for the next one's
                 raise
@@ -133,8 +139,11 @@ class GrammarCompiler:
                 ready = await self._answer(child, _START_S)
                 break
             except _ChildLostError as error:
-                if await self._end_child() not in _BY_OTHERS:
+                if await self._end_child(_REAP_S) not in _BY_OTHERS:
                     raise RuntimeError("the grammar process did not start") from error
+            except TimeoutError as error:
+                await self._end_child()
+                raise RuntimeError("the grammar process did not start in time") from error
             except asyncio.CancelledError:
                 await self._end_child()
                 raise
@@ -153,10 +162,10 @@ class GrammarCompiler:
             async with asyncio.timeout(limit_s):
                 (length,) = _LENGTH.unpack(await child.stdout.readexactly(_LENGTH.size))
                 return _verdicts.decode(await child.stdout.readexactly(length))
-        except (asyncio.IncompleteReadError, TimeoutError) as error:
+        except asyncio.IncompleteReadError as error:
             raise _ChildLostError from error
 
-    async def _end_child(self) -> int:
+    async def _end_child(self, patience_s: float = _LEAVE_S) -> int:
         """Its exit status; 0 where it still ran, or there was none."""
         child, self._child = self._child, None
         if child is None:
@@ -164,7 +173,7 @@ class GrammarCompiler:
         if child.stdin is not None:
             child.stdin.close()
         try:
-            async with asyncio.timeout(_DYING_S):
+            async with asyncio.timeout(patience_s):
                 return await child.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
