@@ -24,7 +24,7 @@ from ds4.errors import ConfigError
 from ds4.supervisor import bind_sockets, count_front_ends
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 
 # What a child does, by name. Each writes its events into a file; `{log}` is that file.
 _PROLOGUE = """
@@ -45,7 +45,7 @@ from ds4.logs import setup_logging
 from ds4 import children, supervisor
 children.FIRST_DELAY_S = 0.01
 children.LONGEST_DELAY_S = 0.05
-supervisor.KILL_GRACE_S = 0.2
+supervisor.KILL_GRACE_S = 3.0
 setup_logging(Settings(), "supervisor")
 specs = [children.ChildSpec(name=name, command=tuple(command), is_worker=name == "worker",
                             hang_after_s={hang}, start_stalled_s={stalled})
@@ -111,8 +111,8 @@ class Harness:
         return events
 
     def wait_for_count(self, event: str, count: int) -> None:
-        """Wait until an event was noted so many times."""
-        self.wait_for(lambda events: events.count(event) == count)
+        """Wait until an event was noted so many times, or more."""
+        self.wait_for(lambda events: events.count(event) >= count)
 
     def pids(self, name: str) -> list[int]:
         """The process ids a child has had."""
@@ -310,10 +310,10 @@ def test_a_child_that_falls_silent_is_killed_and_started_again(harness: Harness)
 
 # Starts for longer than it may do nothing: at work itself, and then waiting for a process that is.
 _SLOW = """
-end = time.monotonic() + 1.5
+end = time.monotonic() + 3
 while time.monotonic() < end: pass
 import subprocess
-subprocess.run([sys.executable, "-c", "import time; end = time.monotonic() + 1.5\\nwhile time.monotonic() < end: pass"])
+subprocess.run([sys.executable, "-c", "import time; end = time.monotonic() + 3\\nwhile time.monotonic() < end: pass"])
 note("{name} armed")
 os.pwrite(int(sys.argv[sys.argv.index("--pulse-fd") + 1]), bytes((1, *15 * (0,))), 0)
 signal.pause()
@@ -323,7 +323,7 @@ signal.pause()
 def test_a_child_that_stops_before_its_first_sign_of_life_is_killed_and_a_slow_one_is_not(
     harness: Harness,
 ) -> None:
-    harness.start({"worker": _SLOW, "front-0": "signal.pause()"}, stalled=1.0)
+    harness.start({"worker": _SLOW, "front-0": "signal.pause()"}, stalled=2.0)
     harness.wait_for(lambda _: len(harness.pids("front-0")) >= 2)
     harness.wait_for_count("worker armed", 1)
     num_starts = len(harness.pids("front-0"))

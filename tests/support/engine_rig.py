@@ -180,7 +180,7 @@ def run(test: Coroutine[Any, Any, None] | Awaitable[None]) -> None:
     """Run one asynchronous test with a deadline."""
 
     async def bounded() -> None:
-        await asyncio.wait_for(test, 60)
+        await asyncio.wait_for(test, 240)
 
     asyncio.run(bounded())
 

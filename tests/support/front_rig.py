@@ -24,7 +24,7 @@ from ds4.generation import GenerationRequest
 from tests.support.scripted_worker import Script, ScriptedWorker
 from tests.support.tiny_model import write_tiny_model
 
-DEADLINE_S: Final = 60.0
+DEADLINE_S: Final = 240.0
 
 
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -93,14 +93,14 @@ class ScriptedWorker:
     def start(self) -> "ScriptedWorker":
         """Come up."""
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(120)
         return self
 
     def stop(self) -> None:
         """Leave; whatever runs is lost, as with a worker that died. Idempotent."""
         self._stop.set()
         self._moving.set()
-        self._thread.join(30)
+        self._thread.join(120)
         assert not self._thread.is_alive()
 
     def hold_after(self, num_tokens: int) -> None:

@@ -17,7 +17,7 @@ from ds4.ring.states import WorkerState
 from ds4.ring.stream import RingStream
 from ds4.ring.worker_end import WorkerRing
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 SMALL = RingShape(num_front_ends=3, slots_per_front_end=4)
 STOP = GenerationEnd(FinishReason.STOP)
 CANCELLED = GenerationEnd(FinishReason.CANCELLED)

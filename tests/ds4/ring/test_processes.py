@@ -134,12 +134,14 @@ def test_a_front_end_killed_in_any_state_leaves_nothing(tmp_path: Path, state: s
 
 def test_a_stopped_front_end_is_evicted_and_comes_back_clean(tmp_path: Path) -> None:
     directory = tmp_path / "ring"
-    worker = make_worker(directory, evict_after_s=0.5)
+    worker = make_worker(directory)
     with child(FRONT_END, str(directory), "all") as front_end:
         [first] = poll_until(worker, "submissions").submissions
         front_end.send_signal(signal.SIGSTOP)
+        patience_s, worker._evict_after_s = worker._evict_after_s, 0.5  # only now: it may be slow to start
         assert poll_until(worker, "dropped").dropped == [first.slot]
         assert worker.num_outstanding == 0
+        worker._evict_after_s = patience_s
         front_end.send_signal(signal.SIGCONT)
         [second] = poll_until(worker, "submissions").submissions
         assert second.request_id != first.request_id

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("numba", reason="the CPU engine needs numba")
 
+from tests.support.server import wait_until
 from tests.workers.devices.cpu.rig import cpu_driver, tiny_program
 from workers.devices.cpu.control import MAIL_SLEEPING, MAILBOX_BYTES
 from workers.devices.cpu.pool import physical_cores
@@ -60,13 +61,7 @@ def test_helpers_that_went_to_sleep_take_part_again(tmp_path: Path) -> None:
             driver.seat(0)
             driver.step({0: [5, 6, 7, 8]})
             results = np.array(device.logits())
-            deadline = threading.Event()
-            for _ in range(500):  # until both helpers sleep
-                flags = [sleeping(mails, thread) for thread in (1, 2)]
-                if all(flags):
-                    break
-                deadline.wait(0.01)
-            assert all(flags)
+            wait_until(lambda: all(sleeping(mails, thread) for thread in (1, 2)), "both helpers to sleep")
             driver.seat(0)
             driver.step({0: [5, 6, 7, 8]})
             assert np.array_equal(device.logits(), results)
