@@ -22,14 +22,13 @@ SUPERVISOR_BYTE: Final = 4096
 
 _MEMORY: Final = Path("/dev/shm")
 _PREFIX: Final = "ds4-server-"
-# What the ring, the metrics and the response store keep there; nothing else in a configured directory is ever deleted.
+# What the ring and the metrics keep there; nothing else in a configured directory is ever deleted.
 _OURS: Final = (
     "ring",
     ".ring.*",
     "*.bell",
     "prompts",
     "metrics",
-    "responses.sqlite*",
     "supervisor",
     ".supervisor.new",
     "quarantine",
@@ -40,6 +39,9 @@ _OURS: Final = (
     LIMITS_NAME,
     f".{LIMITS_NAME}.new",
 )
+
+# Stored responses outlive their server, so that conversations go on after a restart.
+_STORE: Final = "responses.sqlite*"
 
 
 def _default_base() -> Path:
@@ -66,9 +68,13 @@ def prepare_shared_directory(settings: Settings) -> Path:
 class Tenancy:
     """The supervisor's hold on the shared directory, from before its children start to their end."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Raises ConfigError when the directory cannot be used or another server lives in it."""
+    def __init__(self, settings: Settings, *, is_found_again: bool = True) -> None:
+        """`is_found_again`: the next server with such settings has the same directory.
+
+        Raises ConfigError when the directory cannot be used or another server lives in it.
+        """
         self.path = prepare_shared_directory(settings)
+        self._is_found_again = is_found_again
         self._is_default = not settings.shared_dir
         self._leases = Leases(self.path)
         if not self._leases.take(SUPERVISOR_BYTE) or self._leases.is_held_by_other(WORKER_BYTE):
@@ -80,12 +86,15 @@ class Tenancy:
         remove_limits(self.path)  # a server that was killed may have left them
 
     def end(self) -> None:
-        """Delete what the run left, and the directory itself where it is the default one.
+        """Delete what the run left, and the directory itself where it is the default one and empty.
 
+        Stored responses stay where the next server finds them.
         Where a role that somebody else started still lives, all stays as it is.
         """
         if self._leases.take_all_leaving():
             _empty(self.path, self._leases)
+            if not self._is_found_again:
+                _delete(self.path, _STORE)
             if self._is_default:
                 _remove_if_empty(self.path)
         self._leases.abandon()
@@ -112,7 +121,10 @@ def _is_held(path: Path, byte: int) -> bool:
 
 
 def sweep_orphans() -> None:
-    """Remove the default directories of servers of this user that were killed with all their children."""
+    """Remove the default directories of servers of this user that were killed with all their children.
+
+    Stored responses stay, and with them their directory.
+    """
     for path in _default_base().glob(f"{_PREFIX}{os.geteuid()}-*"):
         with contextlib.suppress(OSError):
             leases = Leases(path)
@@ -124,12 +136,16 @@ def sweep_orphans() -> None:
 
 def _empty(path: Path, leases: Leases) -> None:
     for pattern in _OURS:
-        for entry in path.glob(pattern):
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry, ignore_errors=True)
-            else:
-                entry.unlink(missing_ok=True)
+        _delete(path, pattern)
     leases.remove()
+
+
+def _delete(path: Path, pattern: str) -> None:
+    for entry in path.glob(pattern):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
 
 
 def _remove_if_empty(path: Path) -> None:

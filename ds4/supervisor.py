@@ -379,11 +379,12 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> int:
     check_model(model)
     sockets = bind_sockets(settings.host, settings.port, num_front_ends)
     port: int = sockets[0].getsockname()[1]
+    is_found_again = bool(settings.shared_dir or settings.port)
     # The children get what was decided here, not what would have to be decided again.
     settings = msgspec.structs.replace(settings, port=port, model=str(model))
     try:
         sweep_orphans()
-        tenancy = Tenancy(settings)
+        tenancy = Tenancy(settings, is_found_again=is_found_again)
         children = [
             ChildSpec(
                 name="worker",

@@ -1,6 +1,6 @@
 """Stored responses, shared by all front ends of a server.
 
-Owns: the SQLite file in the shared directory. Runs in: front ends, in a thread of its own, opened with
+Owns: the SQLite file in the shared directory, which outlives the server. Runs in: front ends, in a thread of its own, opened with
 the first use. Source: SQLite's documentation of its rollback journal and of locks between processes.
 
 Every front end writes: SQLite's own locks, which end with their process, keep them apart, and a journal
@@ -185,6 +185,8 @@ def _open(path: Path) -> sqlite3.Connection:
                 connection.execute(f"PRAGMA user_version = {_VERSION}")
             for statement in filter(str.strip, _SCHEMA.split(";")):
                 connection.execute(statement)
+            # What an earlier boot of this machine kept counts as used now: its clock was another.
+            connection.execute("UPDATE responses SET used_ms = :now WHERE used_ms > :now", {"now": _now_ms()})
     except sqlite3.Error:
         connection.close()
         raise
@@ -204,5 +206,5 @@ def _writing(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def _now_ms() -> int:
-    """Of the clock that does not jump: the store lives no longer than its server."""
+    """Of the clock that does not jump. It begins anew with the machine; then ages are too low, never too high."""
     return time.monotonic_ns() // 1_000_000

@@ -51,6 +51,25 @@ def test_the_end_removes_what_is_ours_and_the_default_directory(base: Path) -> N
     assert list(base.iterdir()) == []
 
 
+def test_stored_responses_outlive_their_server_where_the_next_one_finds_them(base: Path) -> None:
+    for is_found_again in (True, False):
+        tenancy = Tenancy(Settings(), is_found_again=is_found_again)
+        _leave_behind(tenancy.path)
+        (tenancy.path / "responses.sqlite").write_text("kept")
+        (tenancy.path / "responses.sqlite-journal").touch()
+        tenancy.end()
+        left = sorted(entry.name for entry in tenancy.path.iterdir()) if tenancy.path.exists() else None
+        assert left == (["responses.sqlite", "responses.sqlite-journal"] if is_found_again else None)
+
+
+def test_the_sweep_spares_stored_responses(base: Path) -> None:
+    dead = base / f"ds4-server-{os.geteuid()}-1"
+    _leave_behind(dead)
+    (dead / "responses.sqlite").touch()
+    sweep_orphans()
+    assert [entry.name for entry in dead.iterdir()] == ["responses.sqlite"]
+
+
 def test_the_end_deletes_nothing_foreign(base: Path) -> None:
     tenancy = Tenancy(Settings(shared_dir=str(base)))
     _leave_behind(base)

@@ -46,6 +46,23 @@ def test_nothing_is_opened_before_the_first_use(tmp_path: Path) -> None:
     _with_store(tmp_path, scenario)
 
 
+def test_what_an_earlier_boot_of_the_machine_kept_ages_from_now_on(tmp_path: Path) -> None:
+    async def write(store: ResponseStore) -> None:
+        await store.put("a", _stored(b"1"))
+
+    async def read(store: ResponseStore) -> None:
+        assert await store.get("a") == _stored(b"1")
+
+    _with_store(tmp_path, write)
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
+        (before,) = connection.execute("SELECT used_ms FROM responses").fetchone()
+        connection.execute("UPDATE responses SET used_ms = used_ms + 1000000000")
+        connection.commit()
+        _with_store(tmp_path, read)
+        (after,) = connection.execute("SELECT used_ms FROM responses").fetchone()
+    assert before <= after < before + 1000000000
+
+
 def test_what_one_front_end_keeps_another_finds_also_after_the_first_is_gone(tmp_path: Path) -> None:
     async def write(store: ResponseStore) -> None:
         await store.put("a", _stored(b"1"))

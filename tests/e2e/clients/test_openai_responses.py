@@ -1,11 +1,13 @@
 """The OpenAI Python client's Responses against a real server with two front ends."""
 
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 
-from tests.support.server import DEADLINE_S, Server
+from tests.support.server import DEADLINE_S, Server, serving
 
 pytestmark = pytest.mark.e2e
 
@@ -51,6 +53,26 @@ def test_every_front_end_knows_every_stored_response(client: openai.OpenAI, tiny
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
+
+
+def test_a_conversation_goes_on_after_the_server_was_started_again(tiny_model: Path, tmp_path: Path) -> None:
+    def client_of(server: Server) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=DEADLINE_S)
+
+    arguments = ("--shared-dir", str(tmp_path / "shared"), "--front-ends", "1", "--device", "reference")
+    with serving(tiny_model, *arguments) as server, client_of(server) as client:
+        first = client.responses.create(model="m", input="hello", max_output_tokens=5)
+        server.send(signal.SIGTERM)
+        assert server.wait() == 0
+    assert [entry.name for entry in (tmp_path / "shared").iterdir()] == ["responses.sqlite"]
+    with serving(tiny_model, *arguments) as server, client_of(server) as client:
+        assert client.responses.retrieve(first.id).output_text == first.output_text
+        onward = client.responses.create(
+            model="m", input="and", max_output_tokens=2, previous_response_id=first.id
+        )
+        assert onward.usage is not None
+        assert first.usage is not None
+        assert onward.usage.input_tokens > first.usage.input_tokens
 
 
 def test_errors_are_the_exceptions_that_programs_catch(client: openai.OpenAI) -> None:
