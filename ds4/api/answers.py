@@ -15,6 +15,7 @@ from ds4.api.choices import Choice, Choices, Piece, TokenText, each_choice
 from ds4.api.errors import ClientGoneError, Failure, failure
 from ds4.api.exchange import Exchange
 from ds4.api.sse import COMMENT, DONE, EventStream, event
+from ds4.protocol.common import Plan, Usage
 
 
 class Identity:
@@ -28,6 +29,22 @@ class Identity:
         self.created = int(datetime.now(UTC).timestamp())
         self.model = model or served.names[0]  # the request's name is echoed: it never selects a model
         self.fingerprint = served.fingerprint
+
+
+class Counts:
+    """The `usage` of a choice's chunks: none, null until the last, or what there is so far."""
+
+    __slots__ = ("_choice", "_unchanged", "change")
+
+    def __init__(self, choice: Choice, plan: Plan) -> None:
+        self.change = plan.counts_always
+        self._choice = choice
+        self._unchanged = None if plan.include_usage else msgspec.UNSET
+
+    @property
+    def usage(self) -> Usage | msgspec.UnsetType | None:
+        """Of the next chunk."""
+        return self._choice.usage if self.change else self._unchanged
 
 
 class ChunkWriter(Protocol):

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from ds4.api.answers import Collected, Identity, collect_answer, stream_answer
+from ds4.api.answers import Collected, Counts, Identity, collect_answer, stream_answer
 from ds4.api.choices import (
     Choice,
     Choices,
@@ -26,7 +26,7 @@ from ds4.api.rendering import render
 from ds4.api.sse import MARK, FrameTemplate, event
 from ds4.api.state import ServedModel
 from ds4.api.structure import structured
-from ds4.protocol.common import Plan
+from ds4.protocol.common import Plan, Usage
 from ds4.protocol.openai_chat import (
     AnswerMessage,
     CalledFunction,
@@ -117,7 +117,7 @@ class _ChatChunks:
         """`is_timed`: every piece comes with the times so far."""
         self._identity = identity
         self._index = choice.index
-        self._null_usage = plan.include_usage
+        self._counts = Counts(choice, plan)
         self._timed = choice if is_timed else None
         self._text = FrameTemplate(self._chunk(Delta(content=MARK)))
         self._reasoning: FrameTemplate | None = None
@@ -129,7 +129,7 @@ class _ChatChunks:
         return _chunk(
             self._identity,
             [ChunkChoice(index=self._index, delta=delta, logprobs=logprobs, finish_reason=finish)],
-            null_usage=self._null_usage,
+            self._counts.usage,
         )
 
     def opening(self) -> bytes:
@@ -138,7 +138,7 @@ class _ChatChunks:
 
     def piece(self, piece: Piece) -> bytes:
         """What the model said, with its tokens where they were asked for."""
-        if not piece.tokens and self._timed is None:
+        if not piece.tokens and self._timed is None and not self._counts.change:
             if not piece.events:
                 return self._text.frame(piece.text)
             return b"".join(map(self._frame, piece.events))
@@ -215,14 +215,16 @@ def _call(begin: CallBegin, arguments: Sequence[str]) -> ToolCall:
     return ToolCall(id=begin.id, type="function", function=function)
 
 
-def _chunk(identity: Identity, choices: list[ChunkChoice], *, null_usage: bool) -> ChatChunk:
+def _chunk(
+    identity: Identity, choices: list[ChunkChoice], counts: Usage | msgspec.UnsetType | None
+) -> ChatChunk:
     return ChatChunk(
         id=identity.id,
         created=identity.created,
         model=identity.model,
         system_fingerprint=identity.fingerprint,
         choices=choices,
-        usage=None if null_usage else msgspec.UNSET,
+        usage=counts,
     )
 
 
@@ -233,7 +235,7 @@ async def _stream(
         exchange,
         choices,
         lambda choice: _ChatChunks(identity, choice, plan, is_timed=is_timed),
-        _chunk(identity, [], null_usage=True) if plan.include_usage else None,
+        _chunk(identity, [], None) if plan.include_usage else None,
     )
 
 

@@ -219,6 +219,12 @@ class Choice:
             max(0.0, self.last_token_s - self.first_token_s),
         )
 
+    @property
+    def usage(self) -> Usage:
+        """Counts of this choice so far. What came out of the cache is known at the end only."""
+        num_prompt = self._generation.num_prompt_tokens if self._generation is not None else 0
+        return usage(num_prompt, self.num_generated, self.num_cached_tokens, self.num_reasoning)
+
     async def _drain(self) -> GenerationEnd:
         """The worker's last word on a sequence that a stop string ended here."""
         assert self._generation is not None

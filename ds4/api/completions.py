@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ds4.api.answers import Collected, Identity, collect_answer, stream_answer
+from ds4.api.answers import Collected, Counts, Identity, collect_answer, stream_answer
 from ds4.api.choices import Choice, Choices, Job, Piece, TokenText, make_job, open_choices, with_grammar
 from ds4.api.exchange import Exchange
 from ds4.api.fill_in import fill_in_ids
@@ -21,7 +21,7 @@ from ds4.api.prompt_scores import joined, prompt_logprobs, score_prompts
 from ds4.api.sse import MARK, FrameTemplate, event
 from ds4.api.state import ServedModel
 from ds4.errors import RequestError
-from ds4.protocol.common import Plan
+from ds4.protocol.common import Plan, Usage
 from ds4.protocol.openai_completions import (
     Completion,
     CompletionChoice,
@@ -55,7 +55,7 @@ async def completions(exchange: Exchange) -> None:
         if job.plan.stream:
             await _stream(exchange, choices, job.plan, identity, echoes)
         else:
-            collected = _best(await collect_answer(choices), request.n or 1, job.plan.num_choices)
+            collected = _best(await collect_answer(choices), request.num_wanted, job.plan.num_choices)
             await exchange.reply(_document(choices, collected, identity, echoes, shown=_shows(request)))
 
 
@@ -128,7 +128,7 @@ class _CompletionChunks:
     def __init__(self, identity: Identity, choice: Choice, plan: Plan, echo: Echo) -> None:
         self._identity = identity
         self._index = choice.index
-        self._null_usage = plan.include_usage
+        self._counts = Counts(choice, plan)
         self._echo = echo
         self._template = FrameTemplate(self._chunk(MARK))
 
@@ -138,34 +138,37 @@ class _CompletionChunks:
         return _completion(
             self._identity,
             [CompletionChoice(index=self._index, text=text, logprobs=logprobs, finish_reason=finish)],
-            null_usage=self._null_usage,
+            self._counts.usage,
         )
 
     def opening(self) -> bytes:
         """The echoed prompt."""
-        if self._echo.logprobs is not None:
+        if self._echo.logprobs is not None or (self._echo.text and self._counts.change):
             return event(self._chunk(self._echo.text, self._echo.logprobs))
         return self._template.frame(self._echo.text) if self._echo.text else b""
 
     def piece(self, piece: Piece) -> bytes:
         """Text, with its tokens where they were asked for."""
-        if not piece.tokens:
+        if not piece.tokens and not self._counts.change:
             return self._template.frame(piece.text)
-        return event(self._chunk(piece.text, _logprobs(piece.tokens, len(self._echo.text))))
+        logprobs = _logprobs(piece.tokens, len(self._echo.text)) if piece.tokens else None
+        return event(self._chunk(piece.text, logprobs))
 
     def ending(self, choice: Choice, finish: str) -> bytes:
         """The finish reason, and the times."""
         return event(msgspec.structs.replace(self._chunk("", finish=finish), timings=choice.timings))
 
 
-def _completion(identity: Identity, choices: list[CompletionChoice], *, null_usage: bool) -> Completion:
+def _completion(
+    identity: Identity, choices: list[CompletionChoice], counts: Usage | msgspec.UnsetType | None
+) -> Completion:
     return Completion(
         id=identity.id,
         created=identity.created,
         model=identity.model,
         system_fingerprint=identity.fingerprint,
         choices=choices,
-        usage=None if null_usage else msgspec.UNSET,
+        usage=counts,
     )
 
 
@@ -176,7 +179,7 @@ async def _stream(
         exchange,
         choices,
         lambda choice: _CompletionChunks(identity, choice, plan, echoes[choice.prompt_index]),
-        _completion(identity, [], null_usage=True) if plan.include_usage else None,
+        _completion(identity, [], None) if plan.include_usage else None,
     )
 
 
@@ -197,8 +200,8 @@ def _document(
                 finish_reason=each.finish,
             )
         )
-    document = _completion(identity, answers, null_usage=False)
-    return msgspec.structs.replace(document, usage=choices.usage, timings=collected[0].choice.timings)
+    document = _completion(identity, answers, choices.usage)
+    return msgspec.structs.replace(document, timings=collected[0].choice.timings)
 
 
 def _logprobs(tokens: Sequence[TokenText], start: int) -> CompletionLogprobs:

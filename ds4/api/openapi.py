@@ -173,7 +173,7 @@ OPERATIONS: Final[Sequence[Operation]] = (
     ),
     _computing("/tokenize", "Text to ids", tokens.TokenizeRequest, tokens.TokenizeAnswer),
     _computing("/detokenize", "Ids to text", tokens.DetokenizeRequest, tokens.DetokenizeAnswer),
-    _computing("/apply-template", "Messages to a prompt", chat.TemplateRequest, tokens.TemplateAnswer),
+    _computing("/apply-template", "Messages to a prompt", chat.ChatRequest, tokens.TemplateAnswer),
     _reading("/tokenizer_info", "The special tokens and the template", tokens.TokenizerInfo),
     _reading("/v1/models", "Every name of the model", ModelList),
     _reading("/models", "Every name of the model", ModelList),

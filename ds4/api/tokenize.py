@@ -4,6 +4,7 @@ Owns: these routes; they never reach the worker. Runs in: front ends. Source: ll
 vLLM for `/tokenizer_info`, by which evaluation harnesses find that they may tokenize here.
 """
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,11 +14,12 @@ from ds4.api.rendering import render
 from ds4.api.state import FrontState, ServedModel
 from ds4.errors import RequestError
 from ds4.protocol.common import check_token_ids
-from ds4.protocol.openai_chat import conversation, decode_template
+from ds4.protocol.openai_chat import conversation, decode_chat
 from ds4.protocol.tokens import (
     DetokenizeAnswer,
     TemplateAnswer,
     TokenizeAnswer,
+    TokenizeRequest,
     TokenizerInfo,
     TokenPiece,
     decode_detokenize,
@@ -68,18 +70,30 @@ async def apply_template(exchange: Exchange) -> None:
 
 def _tokenize(model: ServedModel, body: bytes, max_context_tokens: int) -> TokenizeAnswer:
     request = decode_tokenize(body)
-    text = request.content if request.content is not None else request.prompt
-    if text is None:
-        raise RequestError("content is required", param="content", code="missing_required_parameter")
-    ids = model.tokenizer.encode(
-        text,
-        add_special=bool(request.add_special or request.add_special_tokens),
-        parse_special=request.parse_special is not False,
-    )
+    ids = _ids(model, request, body)
     tokens: list[int | TokenPiece] = [*ids]
     if request.with_pieces:
         tokens = [TokenPiece(token_id, _piece(model, token_id)) for token_id in ids]
-    return TokenizeAnswer(tokens=tokens, count=len(ids), max_model_len=max_context_tokens)
+    texts = [model.tokenizer.token_text(token_id) for token_id in ids] if request.return_token_strs else None
+    return TokenizeAnswer(
+        tokens=tokens,
+        count=len(ids),
+        max_model_len=max_context_tokens,
+        token_strs=msgspec.UNSET if texts is None else texts,
+    )
+
+
+def _ids(model: ServedModel, request: TokenizeRequest, body: bytes) -> list[int]:
+    tokenizer = model.tokenizer
+    if request.messages is not None:
+        return tokenizer.encode_rendered(render(model, conversation(decode_chat(body))))
+    text = request.content if request.content is not None else request.prompt
+    if text is None:
+        raise RequestError("content is required", param="content", code="missing_required_parameter")
+    wishes = (request.add_special, request.add_special_tokens)
+    # Who sends nothing else gets what its own server does: llama-server adds none, vLLM does.
+    adds = next((wish for wish in wishes if wish is not None), request.content is None)
+    return tokenizer.encode(text, add_special=adds, parse_special=request.parse_special is not False)
 
 
 def _piece(model: ServedModel, token_id: int) -> str | list[int]:
@@ -98,5 +112,5 @@ def _detokenize(model: ServedModel, body: bytes) -> DetokenizeAnswer:
 
 
 def _apply_template(model: ServedModel, body: bytes) -> TemplateAnswer:
-    request = decode_template(body)
+    request = decode_chat(body)
     return TemplateAnswer(model.template.display(render(model, conversation(request))))

@@ -47,6 +47,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`stream_options`."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: counts so far with every chunk
 
 
 class GenerationFields(RefusedFields, frozen=True, kw_only=True):
@@ -69,6 +70,7 @@ class GenerationFields(RefusedFields, frozen=True, kw_only=True):
     logit_bias: dict[str, float] | list[tuple[int | str, float | bool]] | None = None
     seed: int | None = None
     n: int | None = None
+    n_cmpl: int | None = None
     best_of: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -76,6 +78,11 @@ class GenerationFields(RefusedFields, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    @property
+    def num_wanted(self) -> int:
+        """How many choices; `n_cmpl` is llama-server's name for `n`. Not checked."""
+        return next((number for number in (self.n_cmpl, self.n) if number is not None), 1)
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +111,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     num_choices: int
     stream: bool
     include_usage: bool
+    counts_always: bool = False  # usage so far, with every chunk
     structure: Structure | None = None
     holds_end: bool = False  # ignore_eos with a structure: it ends where nothing else may follow
     grammar: str = ""
@@ -212,7 +220,7 @@ def make_plan(
 ) -> Plan:
     """All checks that need no prompt. Raises RequestError naming the field."""
     refuse_unsupported(fields, honoured)
-    num_choices = _whole("n", fields.n, 1, 1, MAX_CHOICES)
+    num_choices = _whole("n", fields.num_wanted, 1, 1, MAX_CHOICES)
     best_of = _whole("best_of", fields.best_of, num_choices, 1, MAX_CHOICES)
     if best_of != num_choices:
         raise RequestError(
@@ -222,6 +230,7 @@ def make_plan(
     for token_id in stop_token_ids:
         _check_id("stop_token_ids", token_id, vocabulary.size)
     structure = structure_of(fields)
+    options = fields.stream_options or StreamOptions()
     # A grammar ends with an end token, so it cannot do without.
     ends = () if fields.ignore_eos and structure is None else tuple(sorted(vocabulary.end_ids))
     _at_most("stop_token_ids", len(stop_token_ids), MAX_STOP_IDS - len(vocabulary.end_ids))
@@ -250,6 +259,7 @@ def make_plan(
         num_choices=num_choices,
         stream=bool(fields.stream),
         include_usage=_include_usage(fields),
+        counts_always=_include_usage(fields) and bool(options.continuous_usage_stats),
         structure=structure,
         holds_end=bool(fields.ignore_eos) and structure is not None,
     )

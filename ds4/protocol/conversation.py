@@ -45,8 +45,10 @@ def refuse(param: str, message: str, code: str = "invalid_value") -> RequestErro
     return RequestError(f"{param}: {message}", param=param, code=code)
 
 
-def checked_tools(tools: Sequence[Any]) -> list[Mapping[str, Any]]:
+def checked_tools(tools: Any) -> list[Mapping[str, Any]]:
     """The tools, each a function with a name of its own. Raises RequestError naming what is wrong."""
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        raise refuse("tools", "must be a list", "invalid_type")
     names: set[str] = set()
     out: list[Mapping[str, Any]] = []
     for index, tool in enumerate(tools):
@@ -80,6 +82,29 @@ class NamedTool(msgspec.Struct, frozen=True):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+def allowed_tools(choice: Any, tools: list[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], Any]:
+    """OpenAI's choice of type `allowed_tools` taken apart: the tools it leaves, and whether to call one.
+
+    Any other choice comes back as it is, with all tools. Raises RequestError.
+    """
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return tools, choice
+    param = "tool_choice"
+    inner = choice.get("allowed_tools", choice)  # Responses have no object inside
+    mode, named = (
+        (inner.get("mode", "auto"), inner.get("tools")) if isinstance(inner, Mapping) else (None, None)
+    )
+    if mode not in ("auto", "required"):
+        raise refuse(f"{param}.mode", "must be auto or required")
+    if not isinstance(named, list) or not named:
+        raise refuse(f"{param}.tools", "must be a list of tools")
+    kept = [checked_tool_choice(each, tools) for each in named]
+    names = {each.name for each in kept if isinstance(each, NamedTool)}
+    if len(names) < len(set(map(repr, named))):
+        raise refuse(f"{param}.tools", "must each name a function")
+    return [tool for tool in tools if tool["function"]["name"] in names], mode
 
 
 def checked_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:

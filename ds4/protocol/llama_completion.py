@@ -33,7 +33,6 @@ class NativeFields(GenerationFields, frozen=True, kw_only=True):
     """What both routes take."""
 
     n_probs: int | None = None
-    n_cmpl: int | None = None
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
     response_fields: list[str] | None = None
@@ -157,8 +156,6 @@ def plan_native(request: NativeFields, defaults: SamplingDefaults, vocabulary: V
         num_logprobs = check_top_logprobs("n_probs", request.n_probs)
     elif request.return_tokens or request.stream:
         num_logprobs = 0  # the ids come with them
-    if request.n_cmpl is not None:
-        request = msgspec.structs.replace(request, n=request.n_cmpl)
     return make_plan(
         request, defaults, vocabulary, num_logprobs=num_logprobs, least_max_tokens=0, honoured=_HONOURED
     )

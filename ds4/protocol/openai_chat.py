@@ -1,7 +1,8 @@
 """`/v1/chat/completions` on the wire: its request, its answer, its chunks.
 
 Owns: the names and shapes of this dialect. Runs in: front ends. Source: the OpenAI API reference;
-`timings` is llama-server's extension.
+`timings` is llama-server's extension. A budget of reasoning has llama-server's names, vLLM's
+(`thinking_token_budget`), Anthropic's (inside `thinking`) and OpenRouter's (inside `reasoning`).
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from ds4.protocol.common import (
 from ds4.protocol.conversation import (
     EFFORTS,
     Conversation,
+    allowed_tools,
     checked_tool_calls,
     checked_tool_choice,
     checked_tools,
@@ -59,8 +61,17 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     function_call: Any = None  # what `tool_calls` was before
 
 
+class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`reasoning`, OpenRouter's spelling of how to think. What was thought is always shown."""
+
+    effort: str | None = None
+    max_tokens: int | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+
+
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
-    """The request body."""
+    """The request body, and that of `/apply-template`, which looks at what makes the prompt."""
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
@@ -70,24 +81,14 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     timings_per_token: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_budget: int | None = None
-
-
-class TemplateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of `/apply-template`."""
-
-    messages: list[ChatMessage]
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
     reasoning_effort: str | None = None
-    thinking: Any = None
-    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    enable_thinking: bool | None = None
     reasoning_budget: int | None = None
+    reasoning_budget_tokens: int | None = None
+    thinking_budget_tokens: int | None = None
+    thinking_token_budget: int | None = None
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -194,17 +195,11 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _decoder: Final = msgspec.json.Decoder(ChatRequest)
-_template_decoder: Final = msgspec.json.Decoder(TemplateRequest)
 
 
 def decode_chat(body: bytes) -> ChatRequest:
     """The body, checked for types only. Raises RequestError."""
     return decode_body(_decoder, body)
-
-
-def decode_template(body: bytes) -> TemplateRequest:
-    """The body of `/apply-template`. Raises RequestError."""
-    return decode_body(_template_decoder, body)
 
 
 def plan_chat(request: ChatRequest, defaults: SamplingDefaults, vocabulary: Vocabulary) -> Plan:
@@ -217,16 +212,17 @@ def plan_chat(request: ChatRequest, defaults: SamplingDefaults, vocabulary: Voca
     return make_plan(request, defaults, vocabulary, num_logprobs=num_logprobs, honoured=_HONOURED)
 
 
-def conversation(request: ChatRequest | TemplateRequest) -> Conversation:
+def conversation(request: ChatRequest) -> Conversation:
     """What the model shall read, and how it may answer. Raises RequestError naming the field."""
-    tools = checked_tools(request.tools or ())
-    choice = checked_tool_choice(request.tool_choice, tools)
+    tools, wanted = allowed_tools(request.tool_choice, checked_tools(request.tools or ()))
+    choice = checked_tool_choice(wanted, tools)
     if choice == "none":
         tools = []
     thinking, budget, thinking_param = _thinking(request)
     kwargs = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort not in (None, "none"):
-        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+    effort = request.reasoning_effort or (request.reasoning.effort if request.reasoning else None)
+    if effort not in (None, "none"):
+        kwargs.setdefault("reasoning_effort", effort)
     messages = template_messages(request.messages)
     continues = bool(request.continue_final_message)
     if continues and (messages[-1]["role"] != "assistant" or "tool_calls" in messages[-1]):
@@ -247,32 +243,61 @@ def conversation(request: ChatRequest | TemplateRequest) -> Conversation:
     )
 
 
-def _thinking(request: ChatRequest | TemplateRequest) -> tuple[bool | None, int | None, str]:
+def _thinking(request: ChatRequest) -> tuple[bool | None, int | None, str]:
     """Whether to think, for how long, and which field says so: different clients use different ones."""
-    effort, thinking, budget = request.reasoning_effort, request.thinking, request.reasoning_budget
+    options = request.reasoning or ReasoningOptions()
+    if options.exclude:
+        raise refuse("reasoning.exclude", "what was thought is always shown", "unsupported_parameter")
+    budget, budget_param = _reasoning_budget(request, options)
+    effort, effort_param = request.reasoning_effort, "reasoning_effort"
+    if effort is None and options.effort is not None:
+        effort, effort_param = options.effort, "reasoning.effort"
     if effort is not None and effort not in EFFORTS:
-        raise refuse("reasoning_effort", f"{effort[:40]!r} is not one of {', '.join(EFFORTS)}")
-    wanted = None if effort is None else effort != "none"
-    if isinstance(thinking, dict):
-        kind = thinking.get("type")
-        if kind not in ("enabled", "disabled", "adaptive", "auto"):
-            raise refuse("thinking.type", "must be enabled or disabled")
-        if budget is None:
-            budget = thinking.get("budget_tokens")
-        thinking = {"enabled": True, "disabled": False}.get(kind)
-    elif not isinstance(thinking, bool | None):
-        raise refuse("thinking", "must be true, false, or an object", "invalid_type")
-    if budget == -1:  # llama-server's spelling of "no limit"
-        budget = None
-    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
-        raise refuse("reasoning_budget", "must be a number of tokens")
-    param = "reasoning_effort" if effort is not None else "reasoning_budget"
-    switch = (request.chat_template_kwargs or {}).get("enable_thinking")
-    if isinstance(switch, bool):  # the most exact wish
-        wanted, param = switch, "chat_template_kwargs.enable_thinking"
-    elif thinking is not None:
-        wanted, param = thinking, "thinking"
+        raise refuse(effort_param, f"{effort[:40]!r} is not one of {', '.join(EFFORTS)}")
+    # The most exact wish first.
+    wishes = (
+        ("chat_template_kwargs.enable_thinking", (request.chat_template_kwargs or {}).get("enable_thinking")),
+        ("enable_thinking", request.enable_thinking),
+        ("thinking", _switch(request.thinking)),
+        ("reasoning.enabled", options.enabled),
+        (effort_param, None if effort is None else effort != "none"),
+    )
+    param, wanted = next(
+        ((name, wish) for name, wish in wishes if isinstance(wish, bool)), (budget_param, None)
+    )
     return (False if budget == 0 else wanted), budget, param
+
+
+def _switch(thinking: Any) -> bool | None:
+    if isinstance(thinking, bool | None):
+        return thinking
+    if not isinstance(thinking, dict):
+        raise refuse("thinking", "must be true, false, or an object", "invalid_type")
+    kind = thinking.get("type")
+    if kind not in ("enabled", "disabled", "adaptive", "auto"):
+        raise refuse("thinking.type", "must be enabled or disabled")
+    return {"enabled": True, "disabled": False}.get(kind)
+
+
+def _reasoning_budget(request: ChatRequest, options: ReasoningOptions) -> tuple[int | None, str]:
+    """How many tokens of reasoning at most, and the field that says so; None: as many as the model likes."""
+    thinking = request.thinking if isinstance(request.thinking, dict) else {}
+    given = (
+        ("reasoning_budget", request.reasoning_budget),
+        ("reasoning_budget_tokens", request.reasoning_budget_tokens),
+        ("thinking_budget_tokens", request.thinking_budget_tokens),
+        ("thinking_token_budget", request.thinking_token_budget),
+        ("thinking.budget_tokens", thinking.get("budget_tokens")),
+        ("reasoning.max_tokens", options.max_tokens),
+    )
+    param, budget = next(
+        ((name, value) for name, value in given if value is not None), ("reasoning_budget", None)
+    )
+    if budget == -1:  # llama-server's spelling of "no limit"
+        return None, param
+    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
+        raise refuse(param, "must be a number of tokens")
+    return budget, param
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

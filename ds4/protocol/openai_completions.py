@@ -82,13 +82,13 @@ def plan_completion(request: CompletionRequest, defaults: SamplingDefaults, voca
         num_logprobs = 0
     elif request.logprobs is not None and request.logprobs is not False:
         num_logprobs = check_top_logprobs("logprobs", request.logprobs)
-    num_wanted = request.n if request.n is not None else 1
+    num_wanted = request.num_wanted
     if request.best_of is not None and request.best_of != num_wanted:
         if request.best_of < num_wanted:
             raise _bad_best_of(f"must be at least n, which is {num_wanted}")
         if request.stream:
             raise _bad_best_of("cannot be more than n in a stream: the best is known at the end only")
-        request = msgspec.structs.replace(request, n=request.best_of)
+        request = msgspec.structs.replace(request, n=request.best_of, n_cmpl=None)
         num_logprobs = max(0, num_logprobs)  # they tell which are the best
     return make_plan(
         request,

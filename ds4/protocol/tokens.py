@@ -4,7 +4,7 @@ Owns: the names and shapes of these routes. Runs in: front ends. Source: llama-s
 same names; `prompt` for `content`, `add_special_tokens` and `/tokenizer_info` are vLLM's.
 """
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -12,14 +12,19 @@ from ds4.protocol.common import decode_body
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of `/tokenize`. Special tokens are added and parsed only where asked for."""
+    """The body of `/tokenize`: llama-server's `content`, or vLLM's `prompt` or `messages`.
+
+    `messages` come with all that shapes a chat's prompt; see ds4/protocol/openai_chat.py.
+    """
 
     content: str | None = None
     prompt: str | None = None
+    messages: list[Any] | None = None
     add_special: bool | None = None
     add_special_tokens: bool | None = None
     parse_special: bool | None = None
     with_pieces: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class TokenCount(msgspec.Struct, frozen=True):
@@ -41,6 +46,7 @@ class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int | TokenPiece]
     count: int
     max_model_len: int
+    token_strs: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -81,7 +81,7 @@ def vocabulary() -> list[str]:
     return [*SPECIAL_TOKENS, *byte_symbols(), *(merge.replace(" ", "") for merge in MERGES)]
 
 
-def _add_tokenizer(writer: Any, chat_template: str, extra_controls: Sequence[str]) -> None:
+def _add_tokenizer(writer: Any, chat_template: str, extra_controls: Sequence[str], *, add_bos: bool) -> None:
     tokens = vocabulary()
     control, normal = int(gguf.TokenType.CONTROL), int(gguf.TokenType.NORMAL)
     num_special = len(SPECIAL_TOKENS)
@@ -93,7 +93,7 @@ def _add_tokenizer(writer: Any, chat_template: str, extra_controls: Sequence[str
     writer.add_token_merges(list(MERGES))
     writer.add_bos_token_id(IM_START)
     writer.add_eos_token_id(IM_END)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(add_bos)
     writer.add_chat_template(chat_template)
 
 
@@ -141,6 +141,7 @@ def write_tiny_model(
     extra_tensors: dict[str, NDArray[np.float32]] | None = None,
     chat_template: str = CHAT_TEMPLATE,
     extra_controls: Sequence[str] = (),
+    add_bos: bool = False,
 ) -> Path:
     """Write the model to `path` and return it. `extra_*` add whole keys and tensors, e.g. for RoPE scaling;
     `extra_controls` are control tokens after all others.
@@ -170,7 +171,7 @@ def write_tiny_model(
         writer.add_float32(key, number)
     for key, text in (extra_string or {}).items():
         writer.add_string(key, text)
-    _add_tokenizer(writer, chat_template, extra_controls)
+    _add_tokenizer(writer, chat_template, extra_controls, add_bos=add_bos)
     _add_weights(writer, shape, quant, seed, vocab_size)
     for name, values in (extra_tensors or {}).items():
         writer.add_tensor(name, values)

@@ -81,6 +81,31 @@ def test_times_come_with_every_piece_where_they_were_asked_for(tmp_path: Path) -
     with_front(tmp_path, scenario)
 
 
+def test_counts_come_with_every_chunk_where_they_were_asked_for(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        *chunks, last, _ = await front.events(stream_options=options)
+        told = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert told[0] == 0
+        assert told == sorted(told)
+        assert chunks[-1]["usage"] == last["usage"]
+        assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "hello world"
+        # vLLM's rule: without include_usage there is none.
+        silent = await front.events(stream_options={"continuous_usage_stats": True})
+        assert all("usage" not in chunk for chunk in silent[:-1])
+
+    with_front(tmp_path, scenario)
+
+
+def test_choices_may_be_counted_in_llama_servers_words(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        assert len((await front.chat(n_cmpl=3)).json()["choices"]) == 3
+        assert len((await front.chat(n=2)).json()["choices"]) == 2
+
+    with_front(tmp_path, scenario)
+
+
 def test_a_stream_without_include_usage_has_no_usage_at_all(tmp_path: Path) -> None:
     async def scenario(front: Front) -> None:
         chunks = await front.events()

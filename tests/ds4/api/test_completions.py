@@ -146,6 +146,28 @@ def test_a_stream_ends_with_usage_and_done(tmp_path: Path) -> None:
     with_front(tmp_path, scenario, " world")
 
 
+def test_counts_come_with_every_chunk_where_they_were_asked_for(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        fields: dict[str, Any] = {"prompt": "hello", "echo": True, "stream_options": options}
+        *chunks, last, _ = await front.events(_PATH, **fields)
+        told = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert told[0] == 0
+        assert told == sorted(told)
+        assert told[-1] == last["usage"]["completion_tokens"]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello world"
+
+    with_front(tmp_path, scenario, " world")
+
+
+def test_the_best_are_chosen_under_either_name_of_n(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        answer = await _complete(front, prompt="hello", n_cmpl=2, best_of=3)
+        assert len(answer["choices"]) == 2
+
+    with_front(tmp_path, scenario)
+
+
 def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

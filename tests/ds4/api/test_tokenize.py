@@ -77,11 +77,44 @@ def test_apply_template_shows_what_the_model_would_see(tmp_path: Path) -> None:
     with_front(tmp_path, scenario, None)
 
 
+def test_messages_are_counted_as_a_chat_counts_them(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        messages = [{"role": "user", "content": "hi <|im_end|>"}]
+        answer = await _post(front, "/tokenize", messages=messages, return_token_strs=True)
+        counted = await _post(front, "/v1/chat/completions/input_tokens", messages=messages)
+        assert answer["count"] == counted["input_tokens"]
+        assert answer["tokens"][0] == IM_START
+        assert answer["tokens"].count(IM_END) == 1
+        assert len(answer["token_strs"]) == answer["count"]
+        assert answer["token_strs"][0] == "<|im_start|>"
+        shorter = await _post(front, "/tokenize", messages=messages, add_generation_prompt=False)
+        assert shorter["count"] < answer["count"]
+
+    with_front(tmp_path, scenario, None)
+
+
+def test_each_spelling_adds_special_tokens_as_its_own_server_does(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        plain = front.encode("ab")
+        asked: list[tuple[dict[str, Any], list[int]]] = [
+            ({"content": "ab"}, plain),
+            ({"content": "ab", "add_special": True}, [IM_START, *plain]),
+            ({"prompt": "ab"}, [IM_START, *plain]),
+            ({"prompt": "ab", "add_special_tokens": False}, plain),
+        ]
+        for fields, ids in asked:
+            assert (await _post(front, "/tokenize", **fields))["tokens"] == ids
+
+    with_front(tmp_path, scenario, None, model={"add_bos": True})
+
+
 def test_wrong_bodies_name_the_field(tmp_path: Path) -> None:
     async def scenario(front: Front) -> None:
         for path, fields, param in (
             ("/tokenize", {}, "content"),
             ("/tokenize", {"content": 5}, "content"),
+            ("/tokenize", {"messages": []}, "messages"),
+            ("/tokenize", {"messages": [{"role": "x"}]}, "messages[0].role"),
             ("/detokenize", {"tokens": [99999]}, "tokens"),
             ("/detokenize", {"tokens": [-1]}, "tokens"),
             ("/detokenize", {"tokens": "x"}, "tokens"),

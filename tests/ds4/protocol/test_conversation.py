@@ -11,6 +11,7 @@ from ds4.errors import RequestError
 from ds4.protocol.conversation import (
     NamedTool,
     ToolChoice,
+    allowed_tools,
     checked_tool_calls,
     checked_tool_choice,
     checked_tools,
@@ -38,6 +39,8 @@ def test_a_tool_is_a_function_even_if_it_does_not_say_so() -> None:
 @pytest.mark.parametrize(
     ("tools", "param"),
     [
+        (5, "tools"),
+        ("f", "tools"),
         ([1], "tools[0]"),
         ([F, {"type": "web_search"}], "tools[1].type"),
         ([{"type": "function"}], "tools[0].function"),
@@ -55,7 +58,7 @@ def test_a_tool_is_a_function_even_if_it_does_not_say_so() -> None:
         ),
     ],
 )
-def test_a_wrong_tool_is_named(tools: list[Any], param: str | None) -> None:
+def test_a_wrong_tool_is_named(tools: Any, param: str | None) -> None:
     if param is None:
         assert checked_tools(tools) == tools
         return
@@ -91,13 +94,39 @@ def test_a_choice_says_which_tools_may_or_have_to_be_called(
         ("required", [], "no tools to choose from"),
         ("sometimes", [F], "must be"),
         (5, [F], "must be"),
-        ({"type": "allowed_tools"}, [F], "must be"),
     ],
 )
 def test_a_choice_that_cannot_be_made_is_refused(choice: Any, tools: list[Any], message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
         checked_tool_choice(choice, tools)
     assert caught.value.param == "tool_choice"
+
+
+def test_allowed_tools_are_taken_apart_in_both_spellings() -> None:
+    g = {"type": "function", "function": {"name": "g"}}
+    inner = {"mode": "required", "tools": [F]}
+    assert allowed_tools({"type": "allowed_tools", "allowed_tools": inner}, [F, g]) == ([F], "required")
+    flat = {"type": "allowed_tools", "tools": [{"type": "function", "name": "g"}]}
+    assert allowed_tools(flat, [F, g]) == ([g], "auto")
+    assert allowed_tools("required", [F, g]) == ([F, g], "required")
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        ({"mode": "never", "tools": [F]}, "tool_choice.mode"),
+        ({"allowed_tools": 5}, "tool_choice.mode"),
+        ({"tools": []}, "tool_choice.tools"),
+        ({"tools": "f"}, "tool_choice.tools"),
+        ({"tools": [{"type": "function", "name": "g"}]}, "tool_choice"),
+        ({"tools": ["f"]}, "tool_choice"),
+        ({"tools": ["auto"]}, "tool_choice.tools"),
+    ],
+)
+def test_what_is_allowed_must_be_there(choice: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        allowed_tools({"type": "allowed_tools", **choice}, [F])
+    assert caught.value.param == param
 
 
 def test_calls_in_the_history_are_made_whole() -> None:

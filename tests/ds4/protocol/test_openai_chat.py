@@ -94,6 +94,7 @@ def test_template_options_are_handed_on() -> None:
     asked = _asked(chat_template_kwargs={"enable_thinking": False, "x": [1]}, reasoning_effort="low")
     assert asked.kwargs == {"enable_thinking": False, "reasoning_effort": "low", "x": [1]}
     assert asked.thinking is False
+    assert _asked(reasoning={"effort": "low"}).kwargs == {"reasoning_effort": "low"}
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,13 @@ def test_template_options_are_handed_on() -> None:
         ({"reasoning_budget": -1}, None, None),
         ({"reasoning_budget": 0, "thinking": True}, False, 0),
         ({"chat_template_kwargs": {"enable_thinking": True}, "thinking": False}, True, None),
+        ({"reasoning_budget_tokens": 9}, None, 9),
+        ({"thinking_budget_tokens": 0}, False, 0),
+        ({"thinking_token_budget": 7, "enable_thinking": True}, True, 7),
+        ({"enable_thinking": False, "reasoning_effort": "high"}, False, None),
+        ({"reasoning": {"effort": "low", "max_tokens": 5}}, True, 5),
+        ({"reasoning": {"enabled": False}}, False, None),
+        ({"reasoning": {"effort": "none", "exclude": False}}, False, None),
     ],
 )
 def test_thinking_is_asked_for_in_many_ways(
@@ -126,7 +134,11 @@ def test_thinking_is_asked_for_in_many_ways(
         ({"reasoning_effort": "hard"}, "reasoning_effort"),
         ({"thinking": "yes"}, "thinking"),
         ({"thinking": {"type": "perhaps"}}, "thinking.type"),
-        ({"thinking": {"type": "enabled", "budget_tokens": "5"}}, "reasoning_budget"),
+        ({"thinking": {"type": "enabled", "budget_tokens": "5"}}, "thinking.budget_tokens"),
+        ({"thinking_token_budget": -5}, "thinking_token_budget"),
+        ({"reasoning": {"effort": "hard"}}, "reasoning.effort"),
+        ({"reasoning": {"exclude": True}}, "reasoning.exclude"),
+        ({"reasoning": {"max_tokens": -2}}, "reasoning.max_tokens"),
         ({"reasoning_budget": -2}, "reasoning_budget"),
     ],
 )
@@ -134,6 +146,15 @@ def test_a_wrong_wish_about_thinking_is_named(fields: dict[str, Any], param: str
     with pytest.raises(RequestError) as caught:
         _asked(**fields)
     assert caught.value.param == param
+
+
+def test_tools_that_are_not_allowed_are_not_shown() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in "fgh"]
+    named = [{"type": "function", "function": {"name": name}} for name in "hf"]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
+    asked = _asked(tools=tools, tool_choice=choice)
+    assert [tool["function"]["name"] for tool in asked.tools] == ["f", "h"]
+    assert asked.tool_choice == "required"
 
 
 def test_tools_are_for_the_template_unless_they_must_not_be_used() -> None:
