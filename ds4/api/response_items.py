@@ -4,13 +4,13 @@ Owns: `ItemBuilder`. Runs in: front ends. Source: the OpenAI API reference. Whol
 built by the same steps, so that both are the same.
 """
 
-import secrets
 from collections.abc import Iterable, Sequence
 from typing import Final, Literal
 
 import msgspec
 
 from ds4.api.choices import TokenText
+from ds4.api.item_ids import ItemIds
 from ds4.protocol import openai_responses_output as out
 from ds4.protocol.openai_responses import opaque
 from ds4.text import tool_calls
@@ -22,8 +22,9 @@ _OpenItem = out.MessageItem | out.ReasoningItem | out.CallItem
 class ItemBuilder:
     """The output of one response. Owned by the task that answers it."""
 
-    def __init__(self, *, summarises: bool, keeps_opaque: bool) -> None:
+    def __init__(self, ids: ItemIds, *, summarises: bool, keeps_opaque: bool) -> None:
         self.items: Final[list[out.OutputItem]] = []
+        self._ids = ids
         self._summarises = summarises
         self._keeps_opaque = keeps_opaque
         self._num_events = 0
@@ -78,7 +79,7 @@ class ItemBuilder:
 
     def _text(self, text: str, logprobs: list[out.TokenLogprob]) -> None:
         if not isinstance(self._open, out.MessageItem):
-            self._begin(out.MessageItem(id=_new_id("msg_"), status="in_progress", content=[]))
+            self._begin(out.MessageItem(id=self._ids.new("msg_"), status="in_progress", content=[]))
             self._emit(
                 out.PartAdded(
                     sequence_number=self.number(),
@@ -101,7 +102,7 @@ class ItemBuilder:
 
     def _reasoning(self, text: str) -> None:
         if not isinstance(self._open, out.ReasoningItem):
-            self._begin(out.ReasoningItem(id=_new_id("rs_"), status="in_progress", summary=[]))
+            self._begin(out.ReasoningItem(id=self._ids.new("rs_"), status="in_progress", summary=[]))
             self._emit_reasoning_part(is_begin=True, text="")
         self._texts.append(text)
         number, item_id, index = self.number(), self._id, self._index
@@ -128,7 +129,7 @@ class ItemBuilder:
     def _call(self, event: tool_calls.CallBegin) -> None:
         self._begin(
             out.CallItem(
-                id=_new_id("fc_"), status="in_progress", call_id=event.id, name=event.name, arguments=""
+                id=self._ids.new("fc_"), status="in_progress", call_id=event.id, name=event.name, arguments=""
             )
         )
 
@@ -199,10 +200,6 @@ class ItemBuilder:
             )
         )
         return msgspec.structs.replace(item, status=status, arguments=text)
-
-
-def _new_id(prefix: str) -> str:
-    return prefix + secrets.token_hex(16)
 
 
 def _logprob(token: TokenText) -> out.TokenLogprob:

@@ -6,7 +6,6 @@ its last event goes out, so that the next request can go on from it at whichever
 
 import bisect
 import logging
-import secrets
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Final
@@ -20,6 +19,7 @@ from ds4.api.choices import Choice, Choices, Job, Piece, open_choices, with_gram
 from ds4.api.documents import document
 from ds4.api.errors import Failure, NotFoundError
 from ds4.api.exchange import Exchange
+from ds4.api.item_ids import ItemIds, output_items, resolved, stored_items
 from ds4.api.keys import ANYBODY, Tenant
 from ds4.api.response_items import ItemBuilder
 from ds4.api.response_store import Stored, StoreError
@@ -44,25 +44,16 @@ _log = logging.getLogger(__name__)
 _PARAM: Final = "input"
 _MAX_PAGE: Final = 100
 _encode: Final = msgspec.json.Encoder().encode
-_decode_items: Final = msgspec.json.Decoder(list[Item]).decode
-
-
-class _StoredOutput(msgspec.Struct, frozen=True):
-    """What a conversation goes on from."""
-
-    output: list[Item]
-
-
-_decode_output: Final = msgspec.json.Decoder(_StoredOutput).decode
 
 
 async def responses(exchange: Exchange) -> None:
     """The route."""
     request = await exchange.prepare(decode_responses)
-    items, job = await _prepare(exchange, request)
+    ids = ItemIds()
+    items, job = await _prepare(exchange, request, ids)
     job = await with_grammar(exchange, job)
     with open_choices(exchange, job) as choices:
-        answer = _Answer(exchange, request, items, job, choices)
+        answer = _Answer(exchange, request, items, job, choices, ids)
         if job.plan.stream:
             await stream_frames(
                 exchange, choices, lambda choice: _ResponseEvents(answer), answer.last, answer.failed
@@ -79,19 +70,20 @@ async def response_input_tokens(exchange: Exchange) -> None:
     """How long a prompt is, with the conversation before it; never reaches the worker."""
     body = await exchange.body()
     request = await exchange.state.compute(len(body), lambda: decode_responses(body))
-    _, job = await _prepare(exchange, request)
+    _, job = await _prepare(exchange, request, ItemIds())
     await exchange.reply(out.InputTokens(input_tokens=len(job.prompts[0])))
 
 
-async def _prepare(exchange: Exchange, request: ResponsesRequest) -> tuple[list[Item], Job]:
+async def _prepare(exchange: Exchange, request: ResponsesRequest, ids: ItemIds) -> tuple[list[Item], Job]:
     """The items of this turn, and what they ask of the worker. Raises RequestError, StoreError."""
     state = exchange.state
     _check_store(state, request)
     history = await _history(state, request.previous_response_id, exchange.tenant.name)
+    given = await resolved(state.store, input_items(request), exchange.tenant.name)
     limit = state.max_context_tokens
 
     def work() -> tuple[list[Item], Job]:
-        items = [_with_id(item) for item in input_items(request)]
+        items = [_with_id(item, ids) for item in given]
         return items, _fitting_job(state.model, request, [*history, *items], limit)
 
     # How long a body is says little here: the history may be long.
@@ -119,9 +111,7 @@ async def _history(state: FrontState, previous: str | None, owner: str) -> list[
             param="previous_response_id",
             code="previous_response_not_found",
         )
-    return [
-        item for turn in turns for item in (*_decode_items(turn.input), *_decode_output(turn.response).output)
-    ]
+    return [item for turn in turns for item in (*stored_items(turn.input), *output_items(turn.response))]
 
 
 def _fitting_job(model: ServedModel, request: ResponsesRequest, items: Sequence[Item], limit: int) -> Job:
@@ -148,11 +138,11 @@ def _fitting_job(model: ServedModel, request: ResponsesRequest, items: Sequence[
     return job(cuts[min(least, len(cuts) - 1)])
 
 
-def _with_id(item: Item) -> Item:
+def _with_id(item: Item, ids: ItemIds) -> Item:
     if isinstance(item.get("id"), str):
         return item
     prefixes = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
-    return {"id": prefixes.get(str(item.get("type")), "item_") + secrets.token_hex(16), **item}
+    return {**item, "id": ids.new(prefixes.get(str(item.get("type")), "item_"))}
 
 
 def _now() -> int:
@@ -163,10 +153,18 @@ class _Answer:
     """One response from its first state to its last. Owned by the task that answers."""
 
     def __init__(
-        self, exchange: Exchange, request: ResponsesRequest, items: list[Item], job: Job, choices: Choices
+        self,
+        exchange: Exchange,
+        request: ResponsesRequest,
+        items: list[Item],
+        job: Job,
+        choices: Choices,
+        ids: ItemIds,
     ) -> None:
         state = exchange.state
-        self.builder = ItemBuilder(summarises=request.summarises, keeps_opaque=request.wants_opaque_reasoning)
+        self.builder = ItemBuilder(
+            ids, summarises=request.summarises, keeps_opaque=request.wants_opaque_reasoning
+        )
         self._store = state.store
         self._owner = exchange.tenant.name
         self._items = items
@@ -174,7 +172,7 @@ class _Answer:
         reasoning = request.reasoning or Reasoning()
         text = request.text or TextConfig()
         self.response = out.Response(
-            id="resp_" + secrets.token_hex(24),
+            id=ids.response,
             created_at=_now(),
             status="in_progress",
             instructions=request.instructions,
@@ -332,7 +330,7 @@ class StoredResponses:
 
     async def input_items(self, request: Request) -> HttpResponse:
         """A page of the items that a response was asked with. Raises NotFoundError."""
-        items = _decode_items((await self._found(request)).input)
+        items = stored_items((await self._found(request)).input)
         query = request.query_params
         if query.get("order", "desc") == "desc":
             items.reverse()

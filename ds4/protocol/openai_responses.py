@@ -69,11 +69,13 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
     strict: bool | None = None
 
 
-class NamedChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool that must be called."""
+class ChoiceObject(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A tool that must be called, or the tools (`allowed_tools`) of which one may be or must be."""
 
     type: str
     name: str | None = None
+    mode: str | None = None
+    tools: list[Any] | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +107,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     store: bool | None = None
     previous_response_id: str | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: str | NamedChoice | None = None
+    tool_choice: str | ChoiceObject | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -150,7 +152,12 @@ def input_items(request: ResponsesRequest) -> list[Item]:
         raise RequestError("input is required", param="input", code="missing_required_parameter")
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
-    return [{"type": "message", **item} if "type" not in item else item for item in given]
+    return [item if "type" in item else {"type": _untyped(item), **item} for item in given]
+
+
+def _untyped(item: Item) -> str:
+    """What an item is that does not say so."""
+    return "item_reference" if item.keys() == {"id"} else "message"
 
 
 def chat_fields(request: ResponsesRequest, items: Sequence[Item]) -> dict[str, Any]:
@@ -184,7 +191,9 @@ def chat_fields(request: ResponsesRequest, items: Sequence[Item]) -> dict[str, A
     if request.tools:
         fields["tools"] = [_chat_tool(index, tool) for index, tool in enumerate(request.tools)]
     choice = request.tool_choice
-    if isinstance(choice, NamedChoice):
+    if isinstance(choice, ChoiceObject) and choice.type == "allowed_tools":
+        fields["tool_choice"] = msgspec.to_builtins(choice)
+    elif isinstance(choice, ChoiceObject):
         if choice.type != "function" or choice.name is None:
             raise _refuse("tool_choice", f"{choice.type[:40]!r} cannot be forced, only a function can")
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}

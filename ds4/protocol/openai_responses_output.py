@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ds4.protocol.openai_responses import FunctionTool, NamedChoice, Reasoning, TextConfig
+from ds4.protocol.openai_responses import ChoiceObject, FunctionTool, Reasoning, TextConfig
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -144,7 +144,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     store: bool
     temperature: float
     text: TextConfig
-    tool_choice: str | NamedChoice
+    tool_choice: str | ChoiceObject
     tools: list[FunctionTool]
     top_logprobs: int
     top_p: float

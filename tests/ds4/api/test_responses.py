@@ -310,6 +310,46 @@ def test_a_call_is_an_item_and_its_result_goes_back(tmp_path: Path) -> None:
     with_front(tmp_path, scenario, script=None)
 
 
+def test_references_stand_for_what_was_answered(tmp_path: Path) -> None:
+    """As @ai-sdk/openai sends a conversation that the server keeps."""
+
+    async def scenario(front: Front) -> None:
+        answer = await _answer(front, tools=[_TOOL], input=[{"role": "user", "content": "see"}])
+        (item,) = answer["output"]
+        result = {"type": "function_call_output", "call_id": item["call_id"], "output": "a cat"}
+        for reference in ({"type": "item_reference", "id": item["id"]}, {"id": item["id"]}):
+            after = await _answer(front, input=[{"role": "user", "content": "see"}, reference, result])
+            prompt = _prompt(front)
+            assert '"at":"é"' in prompt
+            assert prompt.index("see") < prompt.index('"at"') < prompt.index("a cat")
+        page = (await front.client.get(f"{_PATH}/{after['id']}/input_items?order=asc")).json()["data"]
+        assert [each["type"] for each in page] == ["message", "function_call", "function_call_output"]
+        assert len({each["id"] for each in page}) == 3
+        again = await _answer(front, input=[{"type": "item_reference", "id": page[0]["id"]}])
+        assert again["output"]
+        unknown = item["id"][:-4] + "ffff"
+        for wrong in (unknown, "msg_none", "fc_" + "0" * 52, 5, None):
+            refused = await _post(front, input=[result, {"type": "item_reference", "id": wrong}])
+            assert refused.status_code == 404
+            error = refused.json()["error"]
+            assert (error["param"], error["code"]) == ("input[1].id", "item_not_found")
+
+    with_front(tmp_path, scenario, _CALL)
+
+
+def test_only_allowed_tools_are_shown_and_the_choice_comes_back(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "look"}]}
+        answer = await _answer(front, tools=[_TOOL, {**_TOOL, "name": "touch"}], tool_choice=choice)
+        assert answer["tool_choice"] == choice
+        assert len(answer["tools"]) == 2
+        prompt = _prompt(front)
+        assert "look" in prompt
+        assert "touch" not in prompt
+
+    with_front(tmp_path, scenario)
+
+
 def test_a_key_does_not_reach_the_responses_of_another(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("sk-old name=alice\nsk-new name=alice\nsk-bob\nsk-carol\n")
