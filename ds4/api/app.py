@@ -129,7 +129,7 @@ def _middleware(settings: Settings, state: FrontState) -> list[Middleware]:
                 allow_origins=origins,
                 allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
                 allow_headers=["*"],
-                expose_headers=["X-Request-Id", "Retry-After"],
+                expose_headers=["X-Request-Id", "Request-Id", "Retry-After"],
             )
         )
     if state.keys:

@@ -1,7 +1,7 @@
 """`GET /v1/models`, `/v1/models/{id}`.
 
-Owns: these routes. Runs in: front ends. Source: the OpenAI API reference; `context_length` and
-`max_completion_tokens` are OpenRouter's and the C server's extensions, `meta` is llama-server's; `type`,
+Owns: these routes. Runs in: front ends. Source: the OpenAI API reference; `context_length`,
+`max_completion_tokens` (OpenRouter, the C server), `max_model_len` (vLLM) and `meta` (llama-server) are extensions; `type`,
 `display_name`, `created_at` and the list's paging fields make Anthropic's clients read the same answer.
 """
 
@@ -37,6 +37,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created_at: str
     owned_by: str = "ds4-server"
     context_length: int
+    max_model_len: int
     max_completion_tokens: int
     meta: ModelMeta
 
@@ -80,6 +81,7 @@ class Models:
             created=model.created,
             created_at=datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             context_length=limit,
+            max_model_len=limit,
             max_completion_tokens=min(model.defaults.max_tokens or limit, limit),
             meta=ModelMeta(
                 architecture=model.file.architecture,

@@ -8,7 +8,6 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -58,7 +57,7 @@ class ServedModel:
         self.max_context_tokens = min(settings.ctx, trained) if settings.ctx else trained
         digest = hashlib.sha256(f"{__version__} {file.tokenizer_hash} {file.name}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:12]}"
-        self.created = int(datetime.now(UTC).timestamp())
+        self.created = int(file.path.stat().st_mtime)  # the same in every front end
 
     def refuse_absurd(self, text: str, param: str) -> None:
         """Raises ContextOverflowError for text that cannot fit, before a minute goes into its ids."""

@@ -58,12 +58,15 @@ class Status:
         """The settings in force, secrets left out, and the model."""
         state = self._state
         info = state.engine.model_info
+        tokenizer = state.model.tokenizer
         props = Props(
             model_alias=state.model.names[0],
             model_path=state.model.file.path.name,
             n_ctx=state.max_context_tokens,
             total_slots=len(state.engine.ring.slots()),
             chat_template=state.model.file.chat_template or "",
+            bos_token="" if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id),
+            eos_token="" if tokenizer.eos_id is None else tokenizer.token_text(tokenizer.eos_id),
             build_info=f"ds4-server {__version__}",
             default_generation_settings=DefaultSettings(
                 n_ctx=state.max_context_tokens, params=state.model.defaults

@@ -63,6 +63,13 @@ class DefaultSettings(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingDefaults
 
 
+class Modalities(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model takes beside text."""
+
+    vision: Literal[False] = False
+    audio: Literal[False] = False
+
+
 class Props(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of `/props`: the settings in force, secrets left out, and the model."""
 
@@ -71,6 +78,9 @@ class Props(msgspec.Struct, frozen=True, kw_only=True):
     n_ctx: int
     total_slots: int
     chat_template: str
+    bos_token: str
+    eos_token: str
+    modalities: Modalities = Modalities()
     build_info: str
     default_generation_settings: DefaultSettings
     settings: dict[str, Any]

@@ -12,7 +12,8 @@ def test_without_an_alias_the_file_gives_the_name(tmp_path: Path) -> None:
         (card,) = listed["data"]
         assert card["id"] == "tiny"
         assert card["object"] == "model"
-        assert card["context_length"] == card["max_completion_tokens"] == 512
+        assert card["context_length"] == card["max_model_len"] == card["max_completion_tokens"] == 512
+        assert card["created"] == int((tmp_path / "tiny.gguf").stat().st_mtime)  # in every front end
         assert (await front.client.get("/v1/models/tiny")).json() == card
 
     with_front(tmp_path, scenario, None)

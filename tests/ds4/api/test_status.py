@@ -35,7 +35,7 @@ def test_slots_show_who_runs(tmp_path: Path) -> None:
         assert worker is not None
         worker.hold_after(1)
         asking = asyncio.ensure_future(front.chat())
-        await until(lambda: bool(worker.requests))
+        await until(lambda: bool(worker.requests) and worker.requests[0].num_sent == 1)
         answer = (await front.client.get("/slots")).json()
         assert answer["decode_pending"] == 0
         (busy,) = [slot for slot in answer["slots"] if slot["is_processing"]]
@@ -55,6 +55,8 @@ def test_props_show_the_settings_in_force_without_secrets(tmp_path: Path) -> Non
         assert str(tmp_path) not in answer["model_path"]
         assert answer["n_ctx"] == 512
         assert answer["worker"]["device"] == "script"
+        assert (answer["bos_token"], answer["eos_token"]) == ("<|im_start|>", "<|im_end|>")
+        assert answer["modalities"] == {"vision": False, "audio": False}
         settings = answer["default_generation_settings"]
         assert (settings["n_ctx"], settings["params"]["min_p"]) == (answer["n_ctx"], 0.05)
 
