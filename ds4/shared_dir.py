@@ -123,9 +123,12 @@ def _is_held(path: Path, byte: int) -> bool:
 def sweep_orphans() -> None:
     """Remove the default directories of servers of this user that were killed with all their children.
 
-    Stored responses stay, and with them their directory.
+    Stored responses stay, and with them their directory. Where nothing else lies, a server may be about to move
+    in, which must not find its place taken or gone: it takes its lease before it makes any file.
     """
     for path in _default_base().glob(f"{_PREFIX}{os.geteuid()}-*"):
+        if not any(any(path.glob(pattern)) for pattern in _OURS):
+            continue
         with contextlib.suppress(OSError):
             leases = Leases(path)
             if leases.take_all():

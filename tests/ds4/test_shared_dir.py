@@ -62,6 +62,12 @@ def test_stored_responses_outlive_their_server_where_the_next_one_finds_them(bas
         assert left == (["responses.sqlite", "responses.sqlite-journal"] if is_found_again else None)
 
 
+def test_the_sweep_leaves_a_directory_that_a_server_has_just_made(base: Path) -> None:
+    path = prepare_shared_directory(Settings())
+    sweep_orphans()
+    assert list(path.iterdir()) == []
+
+
 def test_the_sweep_spares_stored_responses(base: Path) -> None:
     dead = base / f"ds4-server-{os.geteuid()}-1"
     _leave_behind(dead)
