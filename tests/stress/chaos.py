@@ -37,7 +37,8 @@ from tests.support.tiny_model import TinyShape, write_tiny_model
 STUCK_AFTER_S: Final = 300.0  # with no end: several outages may come one after the other
 READY_AFTER_S: Final = 60.0
 OVERLAP: Final = 0.3  # of the blows come before the one before them is over
-CALM_S: Final = 120.0
+CALM_S: Final = 300.0
+GONE_S: Final = 120.0  # for what is left of the blows to be gone
 TMPFS_BYTES: Final = 64 << 20
 MAX_DESCRIPTORS: Final = 48  # of a process with no connection; an idle front end has 36
 MAX_GROWTH_BYTES: Final = 16 << 20  # of the supervisor, the one process that lives all along
@@ -348,7 +349,7 @@ class Run:
         wanted = {"ds4_slots_used": 0, "ds4_num_requests_running": 0, "ds4_num_requests_waiting": 0}
         wanted |= {"ds4_kv_pages_used": 0, "ds4_decode_pending": 0}
         with contextlib.suppress(AssertionError):
-            wait_until(lambda: wanted.items() <= self.metrics().items(), "free slots and pages", 30)
+            wait_until(lambda: wanted.items() <= self.metrics().items(), "free slots and pages", GONE_S)
         metrics = self.metrics()
         self.faults += [
             f"{name} is {metrics.get(name)}" for name, value in wanted.items() if metrics.get(name) != value
@@ -356,16 +357,15 @@ class Run:
         prompts = list(self.shared.glob("prompts/*"))
         if prompts:
             self.faults.append(f"{len(prompts)} prompt files are left")
-        with contextlib.suppress(
-            AssertionError
-        ):  # front ends that were replaced leave with their last stream
-            wait_until(lambda: len(self.server.children()) == 1 + self.plan.front_ends, "one worker", 30)
+        # Front ends that were replaced leave with their last stream.
+        num_wanted = 1 + self.plan.front_ends
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: len(self.server.children()) == num_wanted, "one worker", GONE_S)
         children = self.server.children()
-        if len(children) != 1 + self.plan.front_ends:
+        if len(children) != num_wanted:
             self.faults.append(f"{len(children)} children")
         for pid in (self.server.process.pid, *children):
-            count = len(os.listdir(f"/proc/{pid}/fd"))
-            if count > MAX_DESCRIPTORS:
+            if (count := fewest_descriptors(pid)) > MAX_DESCRIPTORS:
                 self.faults.append(f"process {pid} has {count} descriptors")
             if (size := resident_bytes(pid)) > MAX_BYTES:
                 self.faults.append(f"process {pid} has {size >> 20} MiB")
@@ -376,8 +376,19 @@ class Run:
 
     def metrics(self) -> dict[str, float]:
         """Every metric without labels."""
-        text = httpx.get(f"{self.server.url}/metrics", timeout=30).text
+        text = httpx.get(f"{self.server.url}/metrics", timeout=GONE_S).text
         return {name: float(value) for name, value in re.findall(r"^(ds4_\w+) (\S+)$", text, re.MULTILINE)}
+
+
+def fewest_descriptors(pid: int) -> int:
+    """How many files and sockets a process has open, once it has closed what it is about to."""
+
+    def count() -> int:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: count() <= MAX_DESCRIPTORS, "few descriptors", GONE_S)
+    return count()
 
 
 def resident_bytes(pid: int) -> int:
