@@ -17,14 +17,26 @@ from ds4.ring.states import WorkerState
 from ds4.ring.worker_end import WorkerRing
 from tests.support.fake_device import FakeDevice, generate
 from tests.support.front_rig import Front, run, running_front, until
-from workers.devices.interface import PAGE_TOKENS, Limits
+from workers.devices.interface import PAGE_TOKENS, Limits, StepBatch
 from workers.engine import build_engine
 
 _LIMITS: Final = Limits(max_rows=32, max_seats=4, max_context_tokens=512, num_pages=96)
 
 
+class _Held(FakeDevice):
+    """Computes nothing before `go` is set."""
+
+    def __init__(self, limits: Limits, **options: Any) -> None:
+        super().__init__(limits, **options)
+        self.go = threading.Event()
+
+    def submit(self, batch: StepBatch) -> None:
+        self.go.wait()
+        super().submit(batch)
+
+
 @contextlib.asynccontextmanager
-async def _engine(front: Front) -> AsyncIterator[FakeDevice]:
+async def _engine(front: Front) -> AsyncIterator[_Held]:
     """A worker's engine in a thread, as `workers.main` runs it in a process."""
     model = front.state.model
     info = ModelInfo(
@@ -37,7 +49,7 @@ async def _engine(front: Front) -> AsyncIterator[FakeDevice]:
         num_pages=_LIMITS.num_pages,
         page_tokens=PAGE_TOKENS,
     )
-    device = FakeDevice(_LIMITS, vocab_size=model.vocabulary.size, pipeline_depth=1)
+    device = _Held(_LIMITS, vocab_size=model.vocabulary.size, pipeline_depth=1)
     ring = WorkerRing(
         front.directory, RingShape(num_front_ends=2, slots_per_front_end=16), encode_model_info(info)
     )
@@ -51,6 +63,7 @@ async def _engine(front: Front) -> AsyncIterator[FakeDevice]:
         await front.ready()
         yield device
     finally:
+        device.go.set()
         engine.request_drain()
         await asyncio.to_thread(thread.join, 60)
         ring.close()
@@ -93,7 +106,10 @@ def test_many_users_get_their_own_text_streamed_or_not(tmp_path: Path) -> None:
                 # The last token may be a part of a character, which is not shown.
                 assert text.rstrip("\ufffd") == _expected(front, content, count, index).rstrip("\ufffd")
 
-            await asyncio.gather(*(ask(index) for index in range(16)))
+            asked = [asyncio.ensure_future(ask(index)) for index in range(16)]
+            await until(lambda: front.state.engine.ring.num_free_slots == 0)
+            device.go.set()  # so that no request is over before the last has come
+            await asyncio.gather(*asked)
             assert max(sequences for _, sequences in device.batches) > 1
             repeated = {"messages": [{"role": "user", "content": "again and again " * 4}], "max_tokens": 4}
             first, second = [(await front.chat(**repeated)).json()["usage"] for _ in range(2)]
