@@ -68,7 +68,18 @@ def translation_unit(source: str) -> str:
 
 @cache
 def _key_of_headers() -> bytes:
-    return b"".join((_HERE / name).read_bytes() for name in _HEADERS) + platform.machine().encode()
+    return (
+        b"".join((_HERE / name).read_bytes() for name in _HEADERS) + platform.machine().encode() + _features()
+    )
+
+
+def _features() -> bytes:
+    """What the processor can do, which -march=native makes use of: the cache may come from another machine."""
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return b""
+    return next((line for line in lines if line.startswith((b"flags", b"Features"))), b"")
 
 
 def build(source: str, defines: Sequence[tuple[str, int]], extra_flags: Sequence[str] = ()) -> Path:
