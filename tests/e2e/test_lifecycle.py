@@ -77,6 +77,7 @@ def test_what_a_killed_server_left_is_swept_at_the_next_start(tiny_model: Path, 
 
 def test_the_printed_curl_line_works(tiny_model: Path) -> None:
     with serving(tiny_model, *ENGINE) as server:
+        server.says("try: curl")
         line = next(line for line in server.output if line.startswith("try: curl"))
         command = shlex.split(line.removeprefix("try: "))
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
