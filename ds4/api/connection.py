@@ -9,6 +9,7 @@ import asyncio
 import logging
 from typing import Any, Final
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._in_head = True
         self._num_bytes = 0  # of the head while in it, of the body after it
         self._timer: asyncio.TimerHandle | None = None
+        self._plain_head = b""  # of a request that offers another protocol, without the offer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A connection that says nothing is given up as well."""
@@ -45,7 +47,7 @@ class BoundedConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Count what is not known to be good yet."""
         self._num_bytes += len(data)
-        super().data_received(data)
+        self._parse(data)
         if self.transport.is_closing():
             return
         if self._in_head:
@@ -53,6 +55,28 @@ class BoundedConnection(HttpToolsProtocol):
                 self._refuse(b"431 Request Header Fields Too Large", "its head is too large")
         elif self._num_bytes > _BODY_FACTOR * self.max_body_bytes + _BODY_SPARE_BYTES:
             self._refuse(b"413 Content Too Large", "its body does not end")
+
+    def _parse(self, data: bytes) -> None:
+        """In place of uvicorn's, which reads the body of a request that offers another protocol as the next one."""
+        self._unset_keepalive_if_required()
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[self._feed(rest) :]
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _feed(self, data: memoryview) -> int:
+        """Parse; how many bytes were read. Behind an offer the parser stops, and another one goes on without it."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            head, self._plain_head = self._plain_head, b""
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.feed_data(head)
+            return int(offer.args[0])
+        return len(data)
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
@@ -67,7 +91,16 @@ class BoundedConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is whole: from here on the application's limits hold."""
+        """The head is whole: from here on the application's limits hold. No offer of another protocol is taken."""
+        if self.parser.should_upgrade():
+            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+            if method == b"CONNECT":
+                raise ValueError("this is no proxy")
+            lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+            self._plain_head = b"\r\n".join(
+                (b"%s %s HTTP/%s" % (method, self.url, version), *lines, b"", b"")
+            )
+            return
         self._in_head = False
         self._num_bytes = 0
         self._stop_timer()
@@ -75,6 +108,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The next byte belongs to another request."""
+        if self._plain_head:
+            return
         self._num_bytes = 0
         self._stop_timer()
         if self.cycle.response_complete:  # what came of the body has ended uvicorn's wait for the next one

@@ -138,6 +138,43 @@ def test_the_limit_counts_each_request_of_a_connection_anew(tmp_path: Path) -> N
     with_front(tmp_path, scenario, None)
 
 
+_OFFERS = {
+    "HTTP/2 in the clear": b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n",
+    "a web socket": b"connection: upgrade\r\nupgrade: websocket\r\n",
+}
+
+
+@pytest.mark.parametrize("offer", _OFFERS.values(), ids=_OFFERS.keys())
+def test_an_offer_of_another_protocol_is_passed_over_and_the_body_read(tmp_path: Path, offer: bytes) -> None:
+    hidden = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\n" + offer
+    body = b'{"content": "hello"}'
+
+    async def scenario(front: Front) -> None:
+        for framed in (
+            b"content-length: %d\r\n\r\n%s" % (len(body), body),
+            b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body),
+        ):
+            request = head + framed
+            for pieces in ([request], [request[:-9], request[-9:]], [bytes((byte,)) for byte in request]):
+                answer = await _talk(front, [*pieces, _GET + b"connection: close\r\n\r\n"])
+                assert answer.count(b"HTTP/1.1 200 ") == 2, answer
+                assert b'"tokens"' in answer
+        # What the body holds is no request of its own, however it arrives.
+        smuggled = head + b"content-length: %d\r\n\r\n" % len(hidden)
+        answer = await _talk(front, [smuggled, hidden, _GET + b"connection: close\r\n\r\n"], pause_s=0.05)
+        assert answer.count(b"HTTP/1.1 400 ") == answer.count(b"HTTP/1.1 200 ") == 1, answer
+        # Many in one piece, and a tunnel.
+        many = b"GET /health/live HTTP/1.1\r\nhost: x\r\n" + offer + b"\r\n"
+        answer = await _talk(front, [many * 2000 + _GET + b"connection: close\r\n\r\n"])
+        assert answer.count(b"HTTP/1.1 200 ") == 2001
+        answer = await _talk(front, [b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n" + hidden])
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert answer.count(b"HTTP/1.1 ") == 1
+
+    with_front(tmp_path, scenario, None)
+
+
 async def _answers(front: Front, raw: bytes, *, wanted: int = 0) -> bytes:
     """So many answers, or all that is said within a moment: a second one would come at once."""
     reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
