@@ -54,7 +54,10 @@ class BoundedConnection(HttpToolsProtocol):
             if self._num_bytes > MAX_HEAD_BYTES:
                 self._refuse(b"431 Request Header Fields Too Large", "its head is too large")
         elif self._num_bytes > _BODY_FACTOR * self.max_body_bytes + _BODY_SPARE_BYTES:
-            self._refuse(b"413 Content Too Large", "its body does not end")
+            _log.warning(
+                "connection closed: its body does not end"
+            )  # answered long ago, where it was looked at
+            self.transport.close()
 
     def _parse(self, data: bytes) -> None:
         """In place of uvicorn's, which reads the body of a request that offers another protocol as the next one."""

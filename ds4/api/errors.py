@@ -156,8 +156,8 @@ def failure(error: BaseException, request_id: str = "") -> Failure:
         headers["Retry-After"] = "1"
     if isinstance(error, UnauthorizedError):
         headers["WWW-Authenticate"] = "Bearer"
-    if isinstance(error, (BodyTooLargeError, BodyTimeoutError)):
-        headers["Connection"] = "close"  # the rest of the body is not read
+    if isinstance(error, BodyTimeoutError):
+        headers["Connection"] = "close"  # the rest of the body is not waited for
     detail = ErrorDetail(
         message=message or HTTPStatus(rule.status).phrase,
         type=rule.kind,

@@ -112,6 +112,28 @@ def test_a_body_that_does_not_arrive_is_given_up(tmp_path: Path, monkeypatch: py
     with_front(tmp_path, scenario, None)
 
 
+def test_who_sends_too_much_hears_of_it_and_may_go_on(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        def head(length: int) -> bytes:
+            return b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % length
+
+        last = _GET + b"connection: close\r\n\r\n"
+        answer = await _talk(front, [head(1_000_000), *[b"x" * 10_000] * 100, last])
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert answer.count(b"HTTP/1.1 200 ") == 1
+
+        def pieces() -> Iterator[bytes]:
+            yield head(10**15)
+            while True:
+                yield b"x" * 100_000
+
+        answer = await _talk(front, pieces())
+        # Empty where the kernel dropped the answer together with the connection still being written to.
+        assert answer == b"" or (answer.startswith(b"HTTP/1.1 413 ") and answer.count(b"HTTP/1.1 ") == 1)
+
+    with_front(tmp_path, scenario, None, max_body_bytes=2048)
+
+
 def test_trailers_without_end_are_refused_and_none_counts_as_a_header(tmp_path: Path) -> None:
     async def scenario(front: Front) -> None:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
