@@ -255,8 +255,9 @@ __device__ __forceinline__ Scale scale_of(const Unit& u, int output, int block) 
     const float eighth = CODEBOOK ? 0.125f : 1.0f;
     s.scale[0] = low_half(u.super[0] >> 16 * output) * eighth * signed_byte(u.scales[0], 2 * output + block);
   } else if constexpr (one_of(GGML_MXFP4)) {
-    const u32 e = unsigned_byte(u.scales[0], 2 * output + block);  // 2^(e - 128), the table holds doubles
-    s.scale[0] = __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
+    // 2^(e - 128), for the table holds twice the values; zero below 2^-126, where a GPU's float32 ends.
+    const u32 e = unsigned_byte(u.scales[0], 2 * output + block);
+    s.scale[0] = __uint_as_float(e ? (e - 1) << 23 : 0);
   } else {
     s.scale[0] = low_half(u.scales[output] >> 16 * block);
   }

@@ -36,7 +36,7 @@ __device__ __forceinline__ void quantise_block(float v, int block, int lane, u8*
   const float largest = warp_max(fabsf(v));
   const bool broken = __any_sync(ALL_LANES, v != v);
   const float scale = broken ? __int_as_float(0x7FC00000) : __fdiv_rn(largest, 127.0f);
-  const int q = largest > 0 && !broken ? __float2int_rn(__fdiv_rn(v, scale)) : 0;
+  const int q = scale > 0 ? __float2int_rn(__fdiv_rn(v, scale)) : 0;
   int sum = q;
 #pragma unroll
   for (int bits = 8; bits; bits >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, bits);

@@ -38,6 +38,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
         "sm_120": Architecture(65536, 1536, 24, 100 * _KIB, 99 * _KIB),
     }
 )
+_CUPYS_OPTIONS: Final = ("-ftz=true", "--device-as-default-execution-space")  # which it adds to ours
 _RESERVED_SHARED: Final = 1024  # of a block, taken by the system
 _REGISTER_UNIT: Final = 256  # registers of a warp are given out in such units
 
@@ -101,7 +102,7 @@ def compile_text(
         *compile_options(defines),
         f"-arch={architecture}",
         "--ptxas-options=-v",
-        "-default-device",
+        *_CUPYS_OPTIONS,
         *(f"-I{folder}" for folder in include_folders()),
     ]
     result = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])

@@ -287,6 +287,8 @@ def test_the_embedding_has_exactly_the_values_of_the_format(kind: GgmlType) -> N
     sizes: list[Argument] = [packed.num_tiles, packed.num_units, inputs, 2.0]
     rig.run(catalogue.embed(kind, 4), [hidden, tokens, seats, last, *tables, *sizes])
     wanted = dequantise(raw, kind, (outputs, inputs))[[0, 40, 17, 23]] * np.float32(2)
+    # Scales below float32's normal numbers are zeros on a GPU; they can be multiplied by 12 and by 2.
+    wanted[np.abs(wanted) < 24 * 2.0**-126] = 0
     assert np.array_equal(rig.get(hidden), wanted)
 
 

@@ -37,6 +37,17 @@ def test_rows_are_rounded_as_in_the_reference(size: int) -> None:
     assert np.array_equal(rig.get(records, reference.RECORD), wanted_records)
 
 
+def test_rows_too_small_for_a_scale_are_zeros() -> None:
+    """Their scale would be below float32's normal numbers, which a GPU takes for zero."""
+    rig = Rig()
+    values, records = rig.empty((2, 64), np.int8), rig.empty((2, 2), reference.RECORD)
+    x = _normal(2, 64) * np.array([[1e-37], [1e-40]], np.float32)
+    rig.run(catalogue.quantise(2), [rig.put(x), 64, values, records, 0])
+    assert not rig.get(values, np.int8).any()
+    assert not rig.get(records, reference.RECORD)["scale"].any()
+    assert not rig.get(records, reference.RECORD)["sums"].any()
+
+
 @pytest.mark.parametrize("size", [32, 96, 576])
 def test_rows_are_halved_as_in_the_reference(size: int) -> None:
     rig = Rig(emulator(thread_order=3))
@@ -169,7 +180,7 @@ def test_rotated_heads_land_in_the_cache_and_the_queries(
     rig = Rig()
     q = rig.empty((4, num_heads, head_size), np.float16)
     shape = (num_pages, num_kv_heads, 16, head_size)
-    keys, values = rig.empty(shape, np.float16), rig.empty(shape, np.float16)
+    keys, values = (rig.put(np.full(shape, np.nan, np.float16)) for _ in range(2))
     inputs: list[Argument] = [
         rig.put(qkv),
         rig.put(rotations),
