@@ -1,6 +1,6 @@
 """Taking another module's tests, to run them with another backend.
 
-Runs in: tests. The backend is chosen in one place, `tests.workers.kernels.rig.emulator`; `conftest` replaces it.
+Runs in: tests. The backend is chosen in one place, `tests.workers.kernels.rig.make_backend`; `conftest` replaces it.
 """
 
 from types import ModuleType

@@ -6,5 +6,8 @@ from tests.workers.devices.cuda import test_dense
 take(
     test_dense,
     globals(),
-    without=("test_copies_that_are_kept_give_the_same_bits_and_are_made_once",),
+    without=(
+        "test_copies_that_are_kept_give_the_same_bits_and_are_made_once",
+        "test_a_gpu_without_the_library_uses_its_own_kernels",
+    ),
 )

@@ -5,7 +5,7 @@ a GPU where one is at hand.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,17 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+def _emulator(thread_order: int) -> Backend:
+    return EmulatorBackend(thread_order=thread_order)
+
+
+# What `emulator` makes; tests/gpu puts a GPU here. Looked up at each call: tests import the function by its name.
+make_backend: Callable[[int], Backend] = _emulator
+
+
 def emulator(thread_order: int = 0) -> Backend:
     """A fresh backend."""
-    return EmulatorBackend(thread_order=thread_order)
+    return make_backend(thread_order)
 
 
 class Rig:
