@@ -1,4 +1,4 @@
-"""One HTTP connection with limits: on its head in bytes and time, on all bytes of a message.
+"""One HTTP connection with limits: on its head in bytes and time, on all bytes of a message, on how many there are.
 
 Owns: these limits. Runs in: front ends. Source: uvicorn's httptools protocol, which has none of its own:
 without them a client could hold memory with a header that never ends, or a connection for ever with one
@@ -7,6 +7,7 @@ byte a second.
 
 import asyncio
 import logging
+import resource
 from typing import Any, Final
 
 import httptools
@@ -19,12 +20,17 @@ HEAD_TIMEOUT_S: Final = 60.0
 # Chunked encoding and trailers may double a body; beyond that somebody is playing.
 _BODY_FACTOR: Final = 2
 _BODY_SPARE_BYTES: Final = 1024 * 1024
+# Descriptors that no connection gets: for the ring of the next worker, prompt files, the store, grammar checks.
+RESERVED_FILES: Final = 96
+_WARN_EVERY_S: Final = 60.0
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """uvicorn's connection. `max_body_bytes` is set by `bounded_connection`."""
+    """uvicorn's connection. The limits of a process are set by `bounded_connection`."""
 
     max_body_bytes = 0
+    max_connections = 0
+    warn_again_s = 0.0
     head_timeout_s = HEAD_TIMEOUT_S
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -37,7 +43,10 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A connection that says nothing is given up as well."""
         super().connection_made(transport)
-        self._start_timer()
+        if len(self.connections) > self.max_connections:
+            self._turn_away()
+        else:
+            self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """No more timers."""
@@ -143,6 +152,15 @@ class BoundedConnection(HttpToolsProtocol):
         else:
             self.transport.close()
 
+    def _turn_away(self) -> None:
+        if (now_s := self.loop.time()) >= type(self).warn_again_s:
+            type(self).warn_again_s = now_s + _WARN_EVERY_S
+            _log.warning("no more than %d connections: raise the limit of open files", self.max_connections)
+        self.transport.write(
+            b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.close()
+
     def _refuse(self, status: bytes, why: str) -> None:
         _log.warning("connection closed: %s", why)
         if self.cycle is None or self.cycle.response_complete:
@@ -153,5 +171,7 @@ class BoundedConnection(HttpToolsProtocol):
 
 
 def bounded_connection(max_body_bytes: int) -> type[BoundedConnection]:
-    """The protocol class for this body limit."""
-    return type("BoundedConnection", (BoundedConnection,), {"max_body_bytes": max_body_bytes})
+    """The protocol class for this body limit, and for as many connections as there are descriptors to spare."""
+    max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = {"max_body_bytes": max_body_bytes, "max_connections": max(1, max_files - RESERVED_FILES)}
+    return type("BoundedConnection", (BoundedConnection,), limits)

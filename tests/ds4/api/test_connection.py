@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import resource
 import socket
 import time
 from collections.abc import Iterable, Iterator
@@ -10,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ds4.api import exchange
-from ds4.api.connection import MAX_HEAD_BYTES, BoundedConnection
-from tests.support.front_rig import DEADLINE_S, Front, with_front
+from ds4.api.connection import MAX_HEAD_BYTES, RESERVED_FILES, BoundedConnection
+from tests.support.front_rig import DEADLINE_S, Front, until, with_front
 from tests.support.smuggling import CASES, PLAIN, STRICT_CASES
 
 _GET = b"GET /health/live HTTP/1.1\r\nhost: x\r\n"
@@ -132,6 +133,30 @@ def test_who_sends_too_much_hears_of_it_and_may_go_on(tmp_path: Path) -> None:
         assert answer == b"" or (answer.startswith(b"HTTP/1.1 413 ") and answer.count(b"HTTP/1.1 ") == 1)
 
     with_front(tmp_path, scenario, None, max_body_bytes=2048)
+
+
+def test_connections_leave_descriptors_for_everything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (RESERVED_FILES + 3, RESERVED_FILES + 3))
+
+    async def scenario(front: Front) -> None:
+        def connect() -> socket.socket:
+            return socket.create_connection(("127.0.0.1", front.port), DEADLINE_S)
+
+        with contextlib.ExitStack() as stack:
+            idle = [stack.enter_context(connect()) for _ in range(3)]
+            for _ in range(2):
+                answer = await _talk(front, [])
+                assert answer.startswith(b"HTTP/1.1 503 ")
+                assert b"retry-after: 1\r\n" in answer
+            assert sum("open files" in line.message for line in caplog.records) == 1
+            idle[0].sendall(_GET + b"\r\n")
+            assert (await asyncio.to_thread(idle[0].recv, 65536)).startswith(b"HTTP/1.1 200 ")
+        await until(lambda: not front.server.server_state.connections)
+        assert (await _talk(front, [_GET + b"connection: close\r\n\r\n"])).startswith(b"HTTP/1.1 200 ")
+
+    with_front(tmp_path, scenario, None)
 
 
 def test_trailers_without_end_are_refused_and_none_counts_as_a_header(tmp_path: Path) -> None:
