@@ -34,7 +34,7 @@ class FinishReason(IntEnum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """How one token is drawn from the logits, in this order: penalties, bias, temperature, filters.
 
-    Filters follow the C server ds4: softmax at `temperature`, then top_k, min_p relative to the
+    Filters follow the C server ds4: softmax at `temperature`, then (not in ds4) typical_p, top_k, min_p relative to the
     best token, top_p on what is left. `temperature` 0 is arg-max (lowest id wins a tie).
     Random numbers are a function of (seed, position in the sequence) alone.
     """
@@ -49,6 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0  # u64; the front end draws one where the client gave none
     num_logprobs: int = NO_LOGPROBS  # -1: none, 0: the chosen token's, k: and the k best
+    typical_p: float = 1.0
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

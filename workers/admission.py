@@ -135,6 +135,7 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         ("top_k", sampling.top_k, 0, 2**31 - 1),
         ("top_p", sampling.top_p, 0.0, 1.0),
         ("min_p", sampling.min_p, 0.0, 1.0),
+        ("typical_p", sampling.typical_p, 0.0, 1.0),
         ("repetition_penalty", sampling.repetition_penalty, 1e-6, 1e6),
         ("presence_penalty", sampling.presence_penalty, -1e6, 1e6),
         ("frequency_penalty", sampling.frequency_penalty, -1e6, 1e6),

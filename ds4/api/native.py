@@ -210,6 +210,7 @@ def _settings(asked: _Asked) -> GenerationSettings:
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
+        typical_p=sampling.typical_p,
         repeat_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,

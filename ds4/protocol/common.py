@@ -61,6 +61,7 @@ class GenerationFields(RefusedFields, frozen=True, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     repetition_penalty: float | None = None
     repeat_penalty: float | None = None
     repeat_last_n: int | None = None
@@ -241,6 +242,7 @@ def make_plan(
         top_p=_number("top_p", fields.top_p, defaults.top_p, *_SHARES),
         top_k=_top_k(fields.top_k, defaults.top_k, vocabulary.size),
         min_p=_number("min_p", fields.min_p, defaults.min_p, *_SHARES),
+        typical_p=_number("typical_p", fields.typical_p, 1.0, *_SHARES),
         repetition_penalty=_number(penalty_name, penalty, defaults.repetition_penalty, *_PENALTIES),
         presence_penalty=_number("presence_penalty", fields.presence_penalty, 0.0, -2.0, 2.0),
         frequency_penalty=_number("frequency_penalty", fields.frequency_penalty, 0.0, -2.0, 2.0),

@@ -85,6 +85,7 @@ class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int
     top_p: float
     min_p: float
+    typical_p: float
     repeat_penalty: float
     presence_penalty: float
     frequency_penalty: float

@@ -61,7 +61,6 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "top_a": (0, 0.0),
     "top_n_sigma": (-1, -1.0, 0, 0.0),
     "truncate_prompt_tokens": (),
-    "typical_p": (1, 1.0),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
@@ -121,7 +120,6 @@ class RefusedFields(StructureFields, frozen=True, kw_only=True):
     top_a: Any = None
     top_n_sigma: Any = None
     truncate_prompt_tokens: Any = None
-    typical_p: Any = None
     use_beam_search: Any = None
     verbosity: Any = None
     web_search_options: Any = None

@@ -156,6 +156,7 @@ BAD = {
     "top_k": GenerationRequest(max_tokens=1, sampling=SamplingParams(top_k=-1)),
     "top_p": GenerationRequest(max_tokens=1, sampling=SamplingParams(top_p=1.5)),
     "min_p": GenerationRequest(max_tokens=1, sampling=SamplingParams(min_p=-0.5)),
+    "typical_p": GenerationRequest(max_tokens=1, sampling=SamplingParams(typical_p=1.5)),
     "penalty": GenerationRequest(max_tokens=1, sampling=SamplingParams(repetition_penalty=0.0)),
     "penalty inf": GenerationRequest(max_tokens=1, sampling=SamplingParams(presence_penalty=float("inf"))),
     "frequency NaN": GenerationRequest(max_tokens=1, sampling=SamplingParams(frequency_penalty=float("nan"))),

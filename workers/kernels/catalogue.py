@@ -235,6 +235,12 @@ def adjust(num_samples: int) -> Shape:
     return Shape(kernel=kernel, grid=(num_samples, 1, 1), block=1024)
 
 
+def typical(num_samples: int) -> Shape:
+    """After `adjust`. Arguments: adjusted, seats, positions, sample_rows, sample_seats, vocab_size."""
+    kernel = Kernel(source="sampling.cu", entry="typical")
+    return Shape(kernel=kernel, grid=(num_samples, 1, 1), block=1024)
+
+
 def sample(num_samples: int) -> Shape:
     """Arguments: results, last_tokens, counts, logits, adjusted, seats, positions, sample_rows, sample_seats,
     vocab_size.

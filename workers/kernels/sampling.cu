@@ -32,6 +32,8 @@ struct Seat {
   int needs, adjust_below;
   float repetition, presence, frequency;
   int num_biases, num_suppressed, suppress_below;
+  float typical_p;  // 1: off
+  int unused;
 };
 
 struct Result {
@@ -47,6 +49,14 @@ __device__ __forceinline__ float clamp_logit(float v) { return fminf(fmaxf(v, -3
 __device__ __forceinline__ bool penalised(const Seat& s) { return s.repetition != 1 || s.presence != 0 || s.frequency != 0; }
 __device__ __forceinline__ int active_needs(const Seat& s, int position) {
   return position >= s.adjust_below ? s.needs & ~ADJUSTS : s.needs;
+}
+
+// A logit on the scale of the draw, 0 for the best, and its weight, a multiple of 2^-44.
+__device__ __forceinline__ float scaled(float v, float best, float temperature) {
+  return __fdiv_rn(__fadd_rn(v, -best), temperature);
+}
+__device__ __forceinline__ u64 weight(float v, float best, float temperature) {
+  return (u64)(expf(scaled(v, best, temperature)) * ONE);
 }
 
 // Penalties, then bias, then suppression, then the grammar's mask, for rows that need any; on a copy, since
@@ -99,6 +109,51 @@ extern "C" __global__ void __launch_bounds__(1024) adjust(float* adjusted, const
     // Where the mask leaves suppressed ids only, suppression gives way.
     if (__syncthreads_or(any) || !suppresses) return;
   }
+}
+
+// After `adjust`: leaves of the rows that want it only what workers/sampling/typical.py leaves. The limit of the
+// distance is found by halving, for the bits of distances are ordered as they are.
+// Grid: (samples). Shared memory: static, 264 bytes. Arguments as `adjust` has them.
+extern "C" __global__ void __launch_bounds__(1024) typical(float* adjusted, const void* seats, const int* positions, const int* sample_rows, const int* sample_seats, int vocab_size) {
+  __shared__ u64 cells[33];
+  const int row = blockIdx.x, position = positions[sample_rows[row]] + 1;
+  const Seat& s = ((const Seat*)seats)[sample_seats[row]];
+  const int needs = active_needs(s, position);
+  if (!(needs & ADJUSTS) || !(needs & DRAWS) || s.typical_p >= 1) return;
+  float* x = adjusted + (size_t)row * vocab_size;
+  const float temperature = s.temperature;
+  float best = MINUS_INFINITY;
+  bool broken = false;
+  for (int i = threadIdx.x; i < vocab_size; i += THREADS) {
+    broken |= x[i] != x[i];
+    best = fmaxf(best, x[i]);
+  }
+  best = block_max(best, (float*)cells);
+  if (__syncthreads_or(broken) || !finite(best)) return;
+  u64 mass = 0;
+  double moment = 0;
+  for (int i = threadIdx.x; i < vocab_size; i += THREADS) {
+    const u64 own = weight(x[i], best, temperature);
+    mass += own;
+    if (own) moment += (double)own * (double)scaled(x[i], best, temperature);
+  }
+  mass = block_sum(mass, cells);
+  moment = block_sum(moment, (double*)cells);
+  const float mean = (float)(moment / (double)mass);
+  const auto distance = [=](float v) { return __float_as_uint(fabsf(__fadd_rn(scaled(v, best, temperature), -mean))); };
+  u64 target = (u64)ceil((double)s.typical_p * (double)mass);
+  target = target < 1 ? 1 : target > mass ? mass : target;
+  u32 low = 0, high = 0x7F800000u;
+  while (low < high) {
+    const u32 middle = low + (high - low) / 2;
+    u64 sum = 0;
+    for (int i = threadIdx.x; i < vocab_size; i += THREADS)
+      if (distance(x[i]) <= middle) sum += weight(x[i], best, temperature);
+    if (block_sum(sum, cells) >= target) high = middle;
+    else low = middle + 1;
+  }
+  for (int i = threadIdx.x; i < vocab_size; i += THREADS)
+    if (!weight(x[i], best, temperature) || distance(x[i]) > low) x[i] = MINUS_INFINITY;
 }
 
 // ---- the order of candidates ------------------------------------------------------------------------------
@@ -224,11 +279,6 @@ __device__ __forceinline__ u64 best_of(const float* x, int vocab_size, Scratch& 
   const bool any_broken = __syncthreads_or(broken);
   ok = !any_broken && best != ~0ull && finite(x[(u32)best]);
   return best == ~0ull ? 0 : best;
-}
-
-// The sum of the weights of a row, a multiple of 2^-44.
-__device__ __forceinline__ u64 weight(float v, float best, float temperature) {
-  return (u64)(expf(__fdiv_rn(__fadd_rn(v, -best), temperature)) * ONE);
 }
 
 // Grid: (samples). Shared memory: static, 25 KiB. Arguments as `adjust` has them; results: Result [samples];

@@ -32,6 +32,8 @@ SEAT: Final = np.dtype(
         ("num_biases", np.int32),
         ("num_suppressed", np.int32),
         ("suppress_below", np.int32),
+        ("typical_p", np.float32),
+        ("unused", np.int32),
     ]
 )
 RESULT: Final = np.dtype(

@@ -4,7 +4,7 @@ Owns: `HostSampler` with the per-seat state of one device (parameters, penalty c
 worker, called by the reference and CPU devices; the oracle for samplers on other devices.
 Source: this project; semantics are those of `ds4.generation.SamplingParams`.
 
-Order: penalties, bias, suppression, mask, softmax at the temperature, top_k, min_p, top_p, draw. A row's
+Order: penalties, bias, suppression, mask, softmax at the temperature, typical_p, top_k, min_p, top_p, draw. A row's
 token is a function of its logits, its seat and its position; its batch mates change no bit of it,
 because every shortcut below is exact (see `candidates`, `softmax`, `filters`).
 """
@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.sampling import bias, candidates, filters, logprobs, penalties
+from workers.sampling import bias, candidates, filters, logprobs, penalties, typical
 from workers.sampling.interface import SeatParams, StepResult
 from workers.sampling.masks import SeatMasks
 from workers.sampling.seats import ADJUSTS, ALWAYS, DRAWS, NO_TOP_K, REPORTS, SeatTable
@@ -36,6 +36,7 @@ class HostSampler:
         self._penalties: list[penalties.Penalties | None] = [None] * max_seats
         self._bias: list[bias.Bias | None] = [None] * max_seats
         self._masks = SeatMasks(max_seats, vocab_size)
+        self._typical_p = np.ones(max_seats)
         self._softmax = SoftmaxMass(vocab_size)
         # Copies of rows that cannot be used in place.
         self._rows = np.empty((max_seats, vocab_size), np.float32)
@@ -50,6 +51,9 @@ class HostSampler:
             adjust_below = biased.adjust_below
         if penalties.wanted(sampling):
             self._penalties[seat] = penalties.Penalties(sampling, params.history, params.num_prompt_tokens)
+            adjust_below = ALWAYS
+        self._typical_p[seat] = sampling.typical_p
+        if typical.wanted(sampling):
             adjust_below = ALWAYS
         self._masks.seat(seat, params.constraint)
         if params.constraint is not None:
@@ -154,6 +158,8 @@ class HostSampler:
             if seat in self._masks and np.isneginf(changed[index].max()):
                 changed[index] = logits[rows[index]]  # only the end is left: suppression has to give way
                 self._adjust(changed[index], seat, ALWAYS)
+            if self._typical_p[seat] < 1.0 and self._table.needs[seat] & DRAWS:
+                typical.keep(changed[index], self._table.temperature[seat], float(self._typical_p[seat]))
         best_ids = changed.argmax(axis=1)
         best = changed[np.arange(len(rows)), best_ids]
         token_ids[rows] = best_ids

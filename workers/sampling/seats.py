@@ -14,7 +14,7 @@ from workers.sampling.uniform import stream_of
 
 # What a seat needs beyond the arg-max of its logits (bits of `SeatTable.needs`).
 DRAWS: Final = 1
-ADJUSTS: Final = 2  # penalties, bias or suppression change its logits first
+ADJUSTS: Final = 2  # penalties, bias, suppression or typical_p change its logits first
 REPORTS: Final = 4  # log-probabilities
 
 # Below this the softmax is the arg-max to float32 precision but for exact ties.

@@ -279,6 +279,7 @@ def test_sampling_fields_reach_the_worker_and_defaults_fill_the_rest(tmp_path: P
             top_k=7,
             top_p=0.5,
             min_p=0.25,
+            typical_p=0.75,
             presence_penalty=1,
             frequency_penalty=-1,
             repetition_penalty=1.5,
@@ -295,6 +296,7 @@ def test_sampling_fields_reach_the_worker_and_defaults_fill_the_rest(tmp_path: P
         assert set(front.state.model.tokenizer.end_ids) < set(request.stop_token_ids)
         sampling = request.sampling
         assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0, 7, 0.5, 0.25)
+        assert sampling.typical_p == 0.75
         assert (sampling.presence_penalty, sampling.frequency_penalty) == (1, -1)
         assert (sampling.repetition_penalty, sampling.seed) == (1.5, 11)
         assert sampling.logit_bias == ((5, -100.0),)

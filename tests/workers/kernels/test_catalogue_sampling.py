@@ -39,12 +39,16 @@ def seat_row(params: SeatParams) -> NDArray[np.void]:
     row["repetition"] = sampling.repetition_penalty
     row["presence"] = sampling.presence_penalty
     row["frequency"] = sampling.frequency_penalty
-    if adjusts or penalised:
+    is_typical = sampling.typical_p < 1
+    if adjusts or penalised or is_typical:
         row["needs"] |= ADJUSTS
-        row["adjust_below"] = ALWAYS if penalised or sampling.logit_bias else params.suppress_below
+        row["adjust_below"] = (
+            ALWAYS if penalised or is_typical or sampling.logit_bias else params.suppress_below
+        )
     row["num_biases"] = len(sampling.logit_bias)
     row["num_suppressed"] = len(params.suppressed_ids)
     row["suppress_below"] = params.suppress_below
+    row["typical_p"] = sampling.typical_p
     return row
 
 
@@ -89,6 +93,7 @@ class Samplers:
         mask = None if masks is None else rig.put(masks)
         lists: list[Argument] = [self._seats, self._counts, self._ids, self._values, mask]
         rig.run(catalogue.adjust(count), [adjusted, raw, *lists, *places, CAPACITY])
+        rig.run(catalogue.typical(count), [adjusted, self._seats, *places])
         state: list[Argument] = [results, self.last_tokens, self._counts, raw, adjusted, self._seats]
         rig.run(catalogue.sample(count), [*state, *places])
         return rig.get(results, RESULT)
@@ -178,6 +183,23 @@ def test_rows_that_cannot_be_drawn_are_reported_and_harm_nobody() -> None:
     samplers.compare(logits, 1)
 
 
+@pytest.mark.parametrize("vocab", [37, 3001])
+def test_what_is_not_typical_is_not_drawn(vocab: int) -> None:
+    seats = [
+        _params(typical_p=share, temperature=temperature, top_p=top_p, seed=number)
+        for number, (share, temperature, top_p) in enumerate(
+            [(0.2, 1.0, 1.0), (0.9, 1.0, 1.0), (0.5, 2.0, 0.8), (0.0, 1.0, 1.0), (0.5, 0.0, 1.0)]
+        )
+    ]
+    samplers = Samplers(seats, vocab=vocab)
+    for step in range(4):
+        logits = np.random.default_rng(step).standard_normal((len(seats), vocab)) * 3
+        samplers.compare(logits.astype(np.float32), 10 + step)
+    broken = np.full((len(seats), vocab), -np.inf, np.float32)
+    broken[1:, 3], broken[2, 5] = 1.0, np.nan
+    samplers.compare(broken, 20)
+
+
 def test_penalties_count_what_is_drawn() -> None:
     seats = [
         _params(history=60, num_prompt_tokens=30, repetition_penalty=1.3, seed=1, num_logprobs=2),
@@ -226,7 +248,7 @@ def test_a_masked_seat_draws_only_what_its_grammar_allows() -> None:
 
 
 def test_the_layouts_have_the_sizes_of_the_structures() -> None:
-    assert SEAT.itemsize == 64
+    assert SEAT.itemsize == 72
     assert RESULT.itemsize == 176
 
 

@@ -23,6 +23,7 @@ Defines = tuple[tuple[str, int], ...]
 # The fewest threads, in parts of what a multiprocessor holds. The products keep their operands in registers and
 # many loads in flight; attention is bound by its shared memory, of which sm_8x and sm_120 have less than half.
 _FEWEST: Final = {
+    "typical": 0.5,  # few rows want it
     "vector_1": 0.37,  # several units a warp are in flight
     "vector_2": 0.25,
     "vector_gate_up_1": 0.25,

@@ -349,6 +349,8 @@ def test_rows_may_name_seats_in_any_order() -> None:
         (SamplingParams(min_p=0.3), 0),
         (SamplingParams(top_p=0.7), 0),
         (SamplingParams(top_k=8, min_p=0.05, top_p=0.9, temperature=1.3), 0),
+        (SamplingParams(typical_p=0.6), 0),
+        (SamplingParams(typical_p=0.8, top_k=4, temperature=1.3), 0),
     ],
 )
 def test_draws_follow_the_distribution(sampling: SamplingParams, allowed: int) -> None:
@@ -359,9 +361,13 @@ def test_draws_follow_the_distribution(sampling: SamplingParams, allowed: int) -
     # The distribution, written from the definition in float64.
     wide = np.exp(logits[ids].astype(np.float64) / sampling.temperature)
     p = wide / wide.sum()
+    if sampling.typical_p < 1:
+        surprise = -np.log(p)
+        nearest = np.argsort(np.abs(surprise - (p * surprise).sum()), kind="stable")
+        p[nearest[np.searchsorted(np.cumsum(p[nearest]), sampling.typical_p) + 1 :]] = 0
     if sampling.top_k:
-        p[sampling.top_k :] = 0
-    p[p < sampling.min_p * p[0]] = 0
+        p[np.argsort(p == 0, kind="stable")[sampling.top_k :]] = 0
+    p[p < sampling.min_p * p.max()] = 0
     p /= p.sum()
     if sampling.top_p < 1:
         p[np.searchsorted(np.cumsum(p), sampling.top_p) + 1 :] = 0

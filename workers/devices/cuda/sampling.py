@@ -18,7 +18,7 @@ from workers.devices.interface import Limits, SeatParams, StepResult
 from workers.kernels import catalogue
 from workers.kernels.sampling_layout import ALWAYS, NEED_MASKED, NO_TOP_K, RESULT, SEAT
 from workers.kernels.sources import Kernel
-from workers.sampling import bias, penalties
+from workers.sampling import bias, penalties, typical
 from workers.sampling.masks import SeatMasks
 from workers.sampling.seats import ADJUSTS, SeatTable
 
@@ -60,6 +60,7 @@ class DeviceSampler:
         self._records = np.zeros(seats, SEAT)
         self._records["temperature"], self._records["top_p"] = 1.0, 1.0
         self._records["repetition"], self._records["top_k"] = 1.0, NO_TOP_K
+        self._records["typical_p"] = 1.0
         self._records["num_logprobs"] = NO_LOGPROBS
         self._is_dirty = True
         self._capacity = _capacity(vocab_size)
@@ -81,7 +82,13 @@ class DeviceSampler:
     @staticmethod
     def kernels() -> list[Kernel]:
         """Everything that it launches."""
-        return [catalogue.adjust(1).kernel, catalogue.sample(1).kernel, _RESET_COUNTS, _COUNT_HISTORY]
+        return [
+            catalogue.adjust(1).kernel,
+            catalogue.typical(1).kernel,
+            catalogue.sample(1).kernel,
+            _RESET_COUNTS,
+            _COUNT_HISTORY,
+        ]
 
     # -- seats -------------------------------------------------------------------------------------
 
@@ -90,7 +97,7 @@ class DeviceSampler:
         sampling = params.sampling
         has_penalties = penalties.wanted(sampling)
         adjust_below = bias.Bias(params).adjust_below if bias.wanted(params) else 0
-        if has_penalties:
+        if has_penalties or typical.wanted(sampling):
             adjust_below = ALWAYS
         table, record = self._table, self._records[seat]
         table.set(seat, sampling, adjust_below=adjust_below)
@@ -104,6 +111,7 @@ class DeviceSampler:
         record["suppress_below"] = min(params.suppress_below, ALWAYS)
         record["repetition"] = sampling.repetition_penalty
         record["presence"], record["frequency"] = sampling.presence_penalty, sampling.frequency_penalty
+        record["typical_p"] = sampling.typical_p
         record["num_biases"] = record["num_suppressed"] = 0
         if adjust_below > 0:
             self._bring_biases(seat, params)
@@ -182,6 +190,7 @@ class DeviceSampler:
                 *(self._adjusted, logits, self._seats, self._counts, self._adjust_ids, self._adjust_values),
                 *(self._masks, *rows, vocab, self._capacity),
             )
+            self._launch(catalogue.typical(block.num_samples), self._adjusted, self._seats, *rows, vocab)
         self._launch(
             catalogue.sample(block.num_samples),
             *(self._results, self.last_tokens, self._counts, logits, self._adjusted, self._seats),

@@ -30,6 +30,7 @@ SAMPLINGS = [
     SamplingParams(temperature=0.9, top_p=0.8, seed=4),
     SamplingParams(temperature=0.8, repetition_penalty=1.2, seed=5),
     SamplingParams(temperature=1.0, num_logprobs=3, seed=6),
+    SamplingParams(temperature=1.2, typical_p=0.7, seed=7),
 ]
 # Draws that end among the best, deep in the tail, at a cut of the tail, beyond what the machine code does.
 DEPTHS = [

@@ -101,6 +101,8 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "min_p": {"min_p": 0.05},
     "min_p of one": {"min_p": 1.0},
     "everything": {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+    "typical_p": {"typical_p": 0.6},
+    "typical_p and more": {"typical_p": 0.3, "temperature": 2.0, "top_p": 0.8, "logit_bias": ((5, 4.0),)},
     "bias": {"logit_bias": ((5, 4.0), (9, -100.0), (5, 1.5))},
     "penalties": {
         "repetition_penalty": 1.7,
