@@ -63,6 +63,7 @@ class FrontEndRing:
         self._timer: asyncio.TimerHandle | None = None
         self._ready = asyncio.Event()
         self._refused: tuple[int, int] | None = None  # a segment we cannot use; said once
+        self._short_of = ""  # what there was not enough of to attach; said once
         self._preparing = 0
         self._heartbeat = 0  # the worker's, as last seen
         self._heartbeat_s = 0.0  # when it last changed
@@ -262,6 +263,12 @@ class FrontEndRing:
             except RingError as error:
                 self._refused = published
                 _log.error("the ring cannot be used: %s", error)
+            except OSError as error:  # no descriptor or no memory is left: this may pass
+                if self._short_of != (reason := str(error)):
+                    self._short_of = reason
+                    _log.error("the ring cannot be attached yet: %s", reason)
+            else:
+                self._short_of = ""
         if self._channel is not None:
             heartbeat = self._channel.segment.words[layout.LIVE_HEARTBEAT]
             if heartbeat != self._heartbeat or self._channel is not channel:

@@ -20,6 +20,7 @@ from ds4.ring import layout
 from ds4.ring.front_end import FrontEndRing
 from ds4.ring.layout import RingShape
 from ds4.ring.liveness import WORKER_BYTE, Leases
+from ds4.ring.segment import Segment, attach_segment
 from ds4.ring.worker_end import WorkerRing
 from tests.ds4.ring.harness import (
     STOP,
@@ -298,6 +299,32 @@ def test_a_good_segment_with_the_inode_of_a_refused_one_is_attached(tmp_path: Pa
         worker.poll()
         front_end.check()
         assert is_attached(front_end)
+        await front_end.close()
+        worker.close()
+
+    asyncio.run(run())
+
+
+def test_a_worker_is_attached_as_soon_as_there_is_a_descriptor_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_tries = 0
+
+    def short(directory: Path, **options: bool) -> Segment:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries <= 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return attach_segment(directory, **options)
+
+    async def run() -> None:
+        front_end = FrontEndRing(tmp_path / "ring")
+        await front_end.start()
+        monkeypatch.setattr("ds4.ring.front_end.attach_segment", short)
+        worker = make_worker(tmp_path / "ring")
+        await until(lambda: bool(worker.poll() and is_attached(front_end)))
+        assert num_tries == 4
+        assert sum("Too many open files" in line.message for line in caplog.records) == 1
         await front_end.close()
         worker.close()
 
