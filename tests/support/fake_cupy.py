@@ -34,6 +34,8 @@ class FakeCupy:
         self.cublas_error: Exception | None = None
         self.sources: list[tuple[str, tuple[str, ...]]] = []
         self.runtime_version = runtime_version
+        self.nvrtc_version = (runtime_version // 1000, 0)
+        self.compute_capability = (9, 0)
         self.cupy, self.cupyx = ModuleType("cupy"), ModuleType("cupyx")
         self._fill()
 
@@ -75,19 +77,19 @@ class FakeCupy:
 
             def end_capture(self) -> Any:
                 fake._note("end")
-                return SimpleNamespace(launch=lambda stream: fake._note("replay", stream.ptr))
+                return SimpleNamespace(
+                    launch=lambda stream: fake._note("replay", stream.ptr),
+                    upload=lambda stream: fake._note("upload", stream.ptr),
+                )
 
         class Event:
             def __init__(self, disable_timing: bool) -> None:
                 assert disable_timing
 
+            ptr = 11
+
             def record(self, stream: Stream) -> None:
                 fake._note("record", stream.ptr)
-
-            @property
-            def done(self) -> bool:
-                fake._note("query")
-                return True
 
             def synchronize(self) -> None:
                 fake._note("wait")
@@ -130,11 +132,16 @@ class FakeCupy:
         def nvrtc_version() -> tuple[int, int]:
             if fake.nvrtc_error is not None:
                 raise fake.nvrtc_error
-            return (13, 0)
+            return fake.nvrtc_version
 
         def properties(device: int) -> dict[str, Any]:
             fake._note("properties")
-            return {"name": b"Fake GPU", "multiProcessorCount": 132}
+            major, minor = fake.compute_capability
+            return {"name": b"Fake GPU", "major": major, "minor": minor}
+
+        def query(event: int) -> int:  # never raises
+            fake.calls.append(("query", event))
+            return fake.fail.get("query", 0)
 
         def cublas_handle() -> int:
             if fake.cublas_error is not None:
@@ -143,6 +150,7 @@ class FakeCupy:
 
         runtime = SimpleNamespace(
             CUDARuntimeError=CUDARuntimeError,
+            eventQuery=query,
             getDevice=lambda: 0,
             getDeviceProperties=properties,
             memGetInfo=lambda: (3 << 30, 4 << 30),

@@ -14,6 +14,7 @@ from ds4.model_file import ModelFile
 from workers.devices.cuda import opening
 from workers.devices.cuda.backend import Backend
 from workers.devices.cuda.driver import probe
+from workers.devices.cuda.shapes import check_shape
 from workers.devices.interface import Device, Limits
 from workers.devices.limits import Need, compute_limits
 from workers.devices.memory import available_bytes
@@ -48,13 +49,14 @@ def _without_numba(settings: Settings, error: ImportError) -> str:
     return _without_cpu(settings, reason, "install ds4-server[cpu] or ")
 
 
-def _gpu(settings: Settings) -> Backend | None:
-    """The GPU, where one is asked for, or where there is one and nothing else is asked for."""
+def _gpu(settings: Settings, program: Program) -> Backend | None:
+    """The GPU, where one is asked for, or where there is one that runs `program` and nothing else is asked for."""
     if settings.device == "cuda":
         return opening.open_gpu()
     if settings.device != "auto" or probe().problem:
         return None
     try:
+        check_shape(program.dimensions)
         return opening.open_gpu()
     except ConfigError as error:
         log.warning("there is a GPU, but it is not used: %s", error)
@@ -77,7 +79,8 @@ def open_device(settings: Settings, model: ModelFile) -> tuple[Device, Limits]:
     if settings.device == "mock":
         log.warning("the mock device invents words: no model is run")
         return open_mock(settings, model)
-    program, gpu = load_program(model), _gpu(settings)
+    program = load_program(model)
+    gpu = _gpu(settings, program)
     if gpu is not None:
         return opening.load(settings, model, program, gpu)
     name = _choose(settings, program)

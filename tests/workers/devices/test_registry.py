@@ -85,6 +85,41 @@ def test_auto_with_a_gpu_that_cannot_be_used_warns_and_runs_on_the_cpu(
     assert "there is a GPU, but it is not used" in caplog.text
 
 
+class Unwritable:
+    """CuPy where it cannot make its folder of compiled kernels."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "cupy":
+            raise PermissionError(13, "Permission denied", "/.cupy/kernel_cache")
+
+
+def test_a_folder_that_cupy_cannot_make_is_told_with_the_cure(
+    model: ModelFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "probe", one_gpu)
+    monkeypatch.delitem(sys.modules, "workers.devices.cuda.cupy_backend", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Unwritable(), *sys.meta_path])
+    with pytest.raises(ConfigError, match=r"/\.cupy/kernel_cache'\); name another in CUPY_CACHE_DIR"):
+        open_device(Settings(device="cuda"), model)
+
+
+@needs_compiler
+def test_auto_leaves_a_shape_without_kernels_to_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = TinyShape(hidden_size=96, num_heads=4, num_kv_heads=2, head_size=24)
+    odd = ModelFile.open(write_tiny_model(tmp_path / "odd.gguf", shape=shape))
+    monkeypatch.setattr(registry, "probe", one_gpu)
+    monkeypatch.setattr(opening, "open_gpu", EmulatorBackend)
+    with caplog.at_level(logging.WARNING):
+        device, _ = open_device(Settings(batched_sessions=2), odd)
+    assert device.name == "reference"
+    device.close()
+    assert "it is not used: the GPU's kernels do not run heads of 24" in caplog.text
+    with pytest.raises(ConfigError, match="heads of 24"):
+        open_device(Settings(device="cuda"), odd)
+
+
 @needs_compiler
 def test_auto_takes_the_gpu_where_there_is_one(model: ModelFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "probe", one_gpu)

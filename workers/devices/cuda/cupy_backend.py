@@ -1,7 +1,8 @@
 """The GPU through CuPy: the only module of the product that imports it.
 
 Owns: the CUDA context, one stream, compiled modules, all memory it hands out. Runs in: the worker's
-thread, after exec (a context does not survive fork). Source: CuPy 13 and 14.
+thread, after exec (a context does not survive fork). Source: CuPy 14; what is older does not find the libraries
+that pip installs.
 
 Of CuPy only its thin parts are used: allocation, RawModule, streams, events, graphs and the runtime's
 asynchronous copies. No array arithmetic, so nothing compiles or launches behind our back. Parts of the
@@ -12,7 +13,7 @@ they are made of, and is never called then.
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import cupy
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 _RUNTIME: Final = cupy.cuda.runtime
 _ERRORS: Final = (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)
 _OUT_OF_MEMORY: Final = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
+_NOT_READY: Final = 600  # cudaErrorNotReady
 _HOST_TO_DEVICE: Final = 1  # cudaMemcpyKind
 _DEVICE_TO_HOST: Final = 2
 # Values of cublasOperation_t, cudaDataType_t, cublasComputeType_t and cublasGemmAlgo_t.
@@ -43,6 +45,7 @@ _BLAS_COMPUTE_FLOAT32: Final = 68
 _BLAS_DEFAULT: Final = -1
 _LARGE_BYTES: Final = 1 << 20
 _PLAIN_SHARED_BYTES: Final = 48 * 1024  # what a block gets without asking
+_OLDEST_MAJOR: Final = 8  # compute capability: asynchronous copies, and matrix instructions of 16 inputs
 
 
 @contextmanager
@@ -89,9 +92,12 @@ class _Event:
 
     @property
     def reached(self) -> bool:
-        """Whether the stream is past it."""
+        """Whether the stream is past it. CuPy's own `done` takes every error for "not yet"."""
+        status = _RUNTIME.eventQuery(self.event.ptr)
+        if status in (0, _NOT_READY):
+            return bool(status == 0)
         with _faults("a step"):
-            return bool(self.event.done)
+            raise _RUNTIME.CUDARuntimeError(status)
 
 
 class _Graph:
@@ -117,9 +123,6 @@ class CupyBackend:
         self._held: deque[tuple[_Event, NDArray[Any]]] = deque()  # sources of copies that may still run
         self._num_captured: int | None = None  # None: not capturing
         self._blas_handle: int | None = None  # 0: there is none
-        properties = _RUNTIME.getDeviceProperties(cupy.cuda.runtime.getDevice())
-        self.gpu_name: Final[str] = properties["name"].decode()
-        self.num_multiprocessors: Final[int] = int(properties["multiProcessorCount"])
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -208,7 +211,7 @@ class CupyBackend:
             function = self._modules[key].get_function(kernel.entry)
         except _ERRORS as error:
             raise DeviceFaultError(f"loading {kernel.entry}: {error}") from error
-        except (cupy.cuda.compiler.CompileException, RuntimeError) as error:
+        except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
             raise ConfigError(
                 f"the GPU's kernels cannot be compiled ({kernel.source}: {_first_line(error)})",
                 setting="device",
@@ -298,6 +301,7 @@ class CupyBackend:
         num_launches, self._num_captured = self._num_captured, None
         with _faults("ending a capture"):
             graph = self._stream.end_capture()
+            graph.upload(self._stream)  # else its first launch would
         return _Graph(graph, num_launches)
 
     def replay(self, graph: Graph) -> None:
@@ -324,6 +328,8 @@ class CupyBackend:
 
     def close(self) -> None:
         """Drop modules; memory goes when its last array does."""
+        with suppress(DeviceFaultError):  # copies may still read what is held
+            self.synchronise()
         self._held.clear()
         self._functions.clear()
         self._modules.clear()
@@ -349,24 +355,41 @@ _PACKAGES: Final = {
 
 def open_backend(driver: Driver) -> CupyBackend:
     """The first visible GPU, ready to compile for. Raises ConfigError saying what to install or update."""
-    version = int(_RUNTIME.runtimeGetVersion())
-    major = version // 1000
-    if driver.cuda_version // 1000 < major:
+    major, drivers = int(_RUNTIME.runtimeGetVersion()) // 1000, driver.cuda_version // 1000
+    nvrtc, headers = _PACKAGES.get(major, _PACKAGES[13])
+    if drivers < major:
+        other = f", or install ds4-server[cuda{drivers}] instead" if drivers in _PACKAGES else ""
         raise ConfigError(
             f"the NVIDIA driver is too old: it runs CUDA {driver.cuda}, the installed CuPy needs {major}.0; "
-            f"update the driver, or install ds4-server[cuda{driver.cuda_version // 1000}] instead",
+            f"update the driver{other}",
             setting="device",
         )
     try:
-        cupy.cuda.nvrtc.getVersion()
+        compiler = cupy.cuda.nvrtc.getVersion()
     except (RuntimeError, ImportError, OSError) as error:
-        nvrtc, headers = _PACKAGES.get(major, _PACKAGES[13])
         raise ConfigError(
             f"CUDA's compiler NVRTC is missing ({_first_line(error)}); "
             f"pip install {nvrtc} {headers}, or 'ds4-server[cuda{major}]' for all of it",
             setting="device",
         ) from error
+    if compiler[0] > drivers:  # CuPy takes the newest that is installed, whichever CuPy it is
+        newer = " ".join(_PACKAGES.get(compiler[0], _PACKAGES[13]))
+        raise ConfigError(
+            f"CUDA's compiler NVRTC is newer ({compiler[0]}.{compiler[1]}) than the driver, which runs CUDA "
+            f"{driver.cuda}; pip uninstall {newer}, then pip install {nvrtc} {headers}",
+            setting="device",
+        )
     try:
-        return CupyBackend()
+        properties = _RUNTIME.getDeviceProperties(_RUNTIME.getDevice())
+        name, capability = properties["name"].decode(), f"{properties['major']}.{properties['minor']}"
+        if properties["major"] < _OLDEST_MAJOR:
+            raise ConfigError(
+                f"the GPU is too old: {name} has compute capability {capability}, the kernels need "
+                f"{_OLDEST_MAJOR}.0 (A100, RTX 30 and newer); use --device cpu",
+                setting="device",
+            )
+        backend = CupyBackend()
     except (*_ERRORS, DeviceFaultError) as error:
         raise ConfigError(f"the GPU cannot be used: {_first_line(error)}", setting="device") from error
+    log.info("GPU", extra={"gpu": name, "compute_capability": capability, "driver_cuda": driver.cuda})
+    return backend

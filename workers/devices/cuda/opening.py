@@ -37,6 +37,11 @@ def open_gpu() -> Backend:
             f"the GPU needs CuPy, which cannot be imported ({error}); pip install 'ds4-server[{extra}]'",
             setting="device",
         ) from None
+    except OSError as error:  # it makes its folder when it is imported
+        raise ConfigError(
+            f"CuPy keeps compiled kernels in a folder that it cannot make ({error}); name another in CUPY_CACHE_DIR",
+            setting="device",
+        ) from None
     return open_backend(driver)
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,7 +127,7 @@ def test_a_graph_counts_its_launches_and_runs_on_the_stream(backend: Any, fake: 
     graph = backend.end_capture()
     assert graph.num_launches == 3
     backend.replay(graph)
-    assert fake.calls[-1] == ("replay", 7)
+    assert fake.calls[-2:] == [("upload", 7), ("replay", 7)]
 
 
 def test_events_mark_the_stream(backend: Any, fake: FakeCupy) -> None:
@@ -135,6 +136,8 @@ def test_events_mark_the_stream(backend: Any, fake: FakeCupy) -> None:
     backend.synchronise(event)
     backend.synchronise()
     assert [call[0] for call in fake.calls[-4:]] == ["record", "query", "wait", "synchronise"]
+    fake.fail["query"] = 600  # not ready
+    assert not event.reached
 
 
 @pytest.mark.parametrize("call", ["copy", "launch", "wait", "synchronise", "query", "replay", "begin", "end"])
@@ -171,10 +174,51 @@ def test_a_kernel_that_does_not_compile_is_told_in_one_line(backend: Any, fake: 
         backend.prepare([SCALE])
 
 
+def test_a_cache_that_cannot_be_written_is_told_in_one_line(backend: Any, fake: FakeCupy) -> None:
+    fake.compile_error = OSError(28, "No space left on device")
+    with pytest.raises(ConfigError, match=r"toy\.cu.*No space left"):
+        backend.prepare([SCALE])
+
+
+def test_a_closed_backend_waits_for_the_copies_it_holds(backend: Any, fake: FakeCupy) -> None:
+    backend.upload(np.zeros(8, np.uint8), backend.allocate(8, np.uint8))
+    backend.close()
+    assert fake.calls[-1] == ("synchronise",)
+    fake.fail["synchronise"] = 700
+    backend.close()
+
+
 def test_a_driver_too_old_for_this_cupy_is_named_with_both_cures(module: Any) -> None:
     with pytest.raises(ConfigError, match=r"runs CUDA 12\.4.*needs 13\.0.*ds4-server\[cuda12\]") as caught:
         module.open_backend(Driver(num_devices=1, cuda_version=12040))
     assert caught.value.setting == "device"
+
+
+def test_a_driver_older_than_every_cupy_has_one_cure(module: Any) -> None:
+    with pytest.raises(ConfigError, match=r"runs CUDA 11\.8, .*update the driver$"):
+        module.open_backend(Driver(num_devices=1, cuda_version=11080))
+
+
+def test_a_compiler_newer_than_the_driver_is_told_with_what_to_remove(module: Any, fake: FakeCupy) -> None:
+    """CuPy for CUDA 12 loads NVRTC 13 where both are installed, and makes code that the driver cannot load."""
+    fake.runtime_version, fake.nvrtc_version = 12090, (13, 5)
+    with pytest.raises(
+        ConfigError, match=r"newer \(13\.5\).*CUDA 12\.8; pip uninstall nvidia-cuda-nvrtc nvidia"
+    ):
+        module.open_backend(Driver(num_devices=1, cuda_version=12080))
+
+
+def test_a_gpu_without_the_instructions_is_refused_by_name(module: Any, fake: FakeCupy) -> None:
+    fake.compute_capability = (7, 5)
+    with pytest.raises(ConfigError, match=r"too old: Fake GPU has compute capability 7\.5.*need 8\.0"):
+        module.open_backend(DRIVER)
+
+
+def test_a_gpu_is_named_in_the_log(module: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        module.open_backend(DRIVER)
+    (record,) = caplog.records
+    assert (record.__dict__["gpu"], record.__dict__["compute_capability"]) == ("Fake GPU", "9.0")
 
 
 @pytest.mark.parametrize(
