@@ -8,24 +8,31 @@ measured in turns with the first, so that both see the same machine. Every strea
 so that prefix caches help with the shared beginning only, as they do in life. Counts are the
 server's own `usage` where it sends one, else the events with text. Use as many sessions on each
 server as the largest load.
+
+The client shares the machine with the servers, so it only notes what arrived and when, and reads the
+events after the last stream has ended.
 """
 
 import argparse
-import asyncio
 import itertools
 import json
 import os
 import platform
+import selectors
+import socket
 import statistics
 import sys
 import time
-from typing import Final
+from collections.abc import Iterator
+from typing import Any, Final
+from urllib.parse import urlsplit
 
-import httpx
+import h11
 import msgspec
 
 LOADS: Final = (1, 8, 32, 64)
 DEADLINE_S: Final = 600.0
+_READ_BYTES: Final = 1 << 16
 _TOPICS: Final = ("rivers", "compilers", "bread", "satellites", "violins", "glaciers", "markets", "bees")
 
 
@@ -35,6 +42,13 @@ class Stream(msgspec.Struct, frozen=True):
     num_tokens: int
     first_s: float
     gaps_s: list[float]
+
+
+class _Arrivals(msgspec.Struct):
+    """What one connection brought, as it came."""
+
+    started_s: float
+    pieces: list[tuple[float, bytes]]
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -62,28 +76,74 @@ def _body(number: int, max_tokens: int) -> dict[str, object]:
     }
 
 
-async def _stream(client: httpx.AsyncClient, url: str, number: int, max_tokens: int) -> Stream:
-    started = time.perf_counter()
-    arrivals: list[float] = []
-    num_reported = 0
-    async with client.stream(
-        "POST", f"{url}/v1/chat/completions", json=_body(number, max_tokens)
-    ) as response:
-        if response.status_code != 200:
-            raise SystemExit(f"{url}: {response.status_code} {(await response.aread()).decode()}")
-        async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise SystemExit(f"{url}: {event['error']}")
-            num_reported = (event.get("usage") or {}).get("completion_tokens", num_reported)
-            if any(choice.get("delta", {}).get("content") for choice in event.get("choices", [])):
-                arrivals.append(time.perf_counter())
-    gaps = [after - before for before, after in itertools.pairwise(arrivals)]
-    return Stream(
-        num_reported or len(arrivals), (arrivals[0] if arrivals else time.perf_counter()) - started, gaps
+def _request(host: str, number: int, max_tokens: int) -> bytes:
+    body = json.dumps(_body(number, max_tokens)).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     )
+    return head.encode() + body
+
+
+def _read_streams(url: str, num_streams: int, max_tokens: int) -> list[_Arrivals]:
+    """Open all streams at once and read them to their ends."""
+    place = urlsplit(url)
+    if place.scheme != "http" or place.hostname is None:
+        raise SystemExit(f"{url}: give it as http://host:port")
+    found = []
+    with selectors.DefaultSelector() as selector:
+        for number in range(num_streams):
+            connection = socket.create_connection((place.hostname, place.port or 80), DEADLINE_S)
+            arrivals = _Arrivals(time.perf_counter(), [])
+            connection.sendall(_request(place.netloc, number, max_tokens))
+            selector.register(connection, selectors.EVENT_READ, arrivals)
+            found.append(arrivals)
+        while selector.get_map():
+            ready = selector.select(DEADLINE_S)
+            if not ready:
+                raise SystemExit(f"{url}: nothing came for {DEADLINE_S:g} s")
+            for key, _ in ready:
+                assert isinstance(key.fileobj, socket.socket)
+                piece = key.fileobj.recv(_READ_BYTES)
+                key.data.pieces.append((time.perf_counter(), piece))
+                if not piece:
+                    selector.unregister(key.fileobj)
+                    key.fileobj.close()
+    return found
+
+
+def _events(url: str, arrivals: _Arrivals) -> Iterator[tuple[float, dict[str, Any]]]:
+    """The events of one answer, and when the last byte of each came."""
+    connection = h11.Connection(h11.CLIENT)
+    connection.send(h11.Request(method="POST", target="/", headers=[("Host", "x")]))
+    connection.send(h11.EndOfMessage())
+    rest = b""
+    for arrived_s, piece in arrivals.pieces:
+        connection.receive_data(piece)
+        while (event := connection.next_event()) is not h11.NEED_DATA:
+            if isinstance(event, h11.Response) and event.status_code != 200:
+                raise SystemExit(f"{url}: {piece.decode(errors='replace')}")
+            if isinstance(event, h11.EndOfMessage | h11.ConnectionClosed):
+                break
+            if isinstance(event, h11.Data):
+                *lines, rest = (rest + bytes(event.data)).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                        yield arrived_s, json.loads(line[6:])
+
+
+def _stream(url: str, arrivals: _Arrivals) -> Stream:
+    times: list[float] = []
+    num_reported = 0
+    for arrived_s, event in _events(url, arrivals):
+        if "error" in event:
+            raise SystemExit(f"{url}: {event['error']}")
+        num_reported = (event.get("usage") or {}).get("completion_tokens", num_reported)
+        if any(choice.get("delta", {}).get("content") for choice in event.get("choices", [])):
+            times.append(arrived_s)
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    last_s = arrivals.pieces[-1][0]
+    return Stream(num_reported or len(times), (times[0] if times else last_s) - arrivals.started_s, gaps)
 
 
 def _percentile(values: list[float], share: float) -> float:
@@ -91,15 +151,12 @@ def _percentile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
-async def measure(url: str, num_streams: int, max_tokens: int) -> Result:
+def measure(url: str, num_streams: int, max_tokens: int) -> Result:
     """Run one load on one server."""
-    limits = httpx.Limits(max_connections=num_streams)
-    async with httpx.AsyncClient(timeout=DEADLINE_S, limits=limits) as client:
-        started = time.perf_counter()
-        streams = await asyncio.gather(
-            *(_stream(client, url, number, max_tokens) for number in range(num_streams))
-        )
-        elapsed_s = time.perf_counter() - started
+    started_s = time.perf_counter()
+    arrivals = _read_streams(url, num_streams, max_tokens)
+    elapsed_s = time.perf_counter() - started_s
+    streams = [_stream(url, one) for one in arrivals]
     firsts = [stream.first_s for stream in streams]
     gaps = [gap for stream in streams for gap in stream.gaps_s]
     return Result(
@@ -136,12 +193,12 @@ def main() -> None:
     print("| server | streams | tokens/s | first token p50 ms | p99 ms | between tokens p50 ms | p99 ms |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for url in arguments.urls:
-        asyncio.run(measure(url, 1, 8))  # compile, page in, connect
+        measure(url, 1, 8)  # compile, page in, connect
     for num_streams in arguments.streams:
         taken: dict[str, list[Result]] = {url: [] for url in arguments.urls}
         for _ in range(arguments.rounds):
             for url in arguments.urls:
-                taken[url].append(asyncio.run(measure(url, num_streams, arguments.max_tokens)))
+                taken[url].append(measure(url, num_streams, arguments.max_tokens))
         for results in taken.values():
             row = _median(results)
             print(
