@@ -83,7 +83,11 @@ class Tenancy:
                 f"another server uses {self.path}; stop it or choose another --shared-dir",
                 setting="shared_dir",
             )
-        remove_limits(self.path)  # a server that was killed may have left them
+        # A server that was killed left its prompts, and what was changed while it ran.
+        if self._leases.take_all():
+            _clear(self.path)
+            self._leases.keep_only(SUPERVISOR_BYTE)
+        remove_limits(self.path)
 
     def end(self) -> None:
         """Delete what the run left, and the directory itself where it is the default one and empty.
@@ -138,9 +142,13 @@ def sweep_orphans() -> None:
 
 
 def _empty(path: Path, leases: Leases) -> None:
+    _clear(path)
+    leases.remove()
+
+
+def _clear(path: Path) -> None:
     for pattern in _OURS:
         _delete(path, pattern)
-    leases.remove()
 
 
 def _delete(path: Path, pattern: str) -> None:

@@ -83,6 +83,11 @@ class Leases:
         """Take every place: True when nobody else lives here, and then nobody can arrive."""
         return self._fd >= 0 and self._lock(fcntl.F_WRLCK, 0, _TO_THE_END) and self._is_current()
 
+    def keep_only(self, byte: int) -> None:
+        """Give back every place but this one, which nobody can take meanwhile."""
+        self._lock(fcntl.F_UNLCK, 0, byte)
+        self._lock(fcntl.F_UNLCK, byte + 1, _TO_THE_END)
+
     def take_all_leaving(self) -> bool:
         """Give up our own places, and take every place if we are the last one: then True.
 

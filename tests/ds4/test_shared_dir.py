@@ -9,7 +9,13 @@ from ds4 import shared_dir
 from ds4.config import Settings
 from ds4.errors import ConfigError
 from ds4.ring.liveness import WORKER_BYTE, Leases
-from ds4.shared_dir import Tenancy, prepare_shared_directory, shared_directory, sweep_orphans
+from ds4.shared_dir import (
+    SUPERVISOR_BYTE,
+    Tenancy,
+    prepare_shared_directory,
+    shared_directory,
+    sweep_orphans,
+)
 
 
 @pytest.fixture
@@ -74,6 +80,30 @@ def test_the_sweep_spares_stored_responses(base: Path) -> None:
     (dead / "responses.sqlite").touch()
     sweep_orphans()
     assert [entry.name for entry in dead.iterdir()] == ["responses.sqlite"]
+
+
+def test_a_server_finds_nothing_of_one_that_was_killed_but_stored_responses(base: Path) -> None:
+    _leave_behind(base)
+    (base / "responses.sqlite").touch()
+    (base / "notes.txt").touch()
+    tenancy = Tenancy(Settings(shared_dir=str(base)))
+    assert {entry.name for entry in base.iterdir()} == {"lease", "notes.txt", "responses.sqlite"}
+    roles = Leases(base)
+    assert roles.take(WORKER_BYTE)
+    assert roles.take(1)
+    assert not roles.take(SUPERVISOR_BYTE)
+    roles.abandon()
+    tenancy.end()
+
+
+def test_a_server_leaves_a_role_that_lives_what_it_has(base: Path) -> None:
+    front = Leases(base)
+    assert front.take(1)
+    _leave_behind(base)
+    tenancy = Tenancy(Settings(shared_dir=str(base)))
+    assert (base / "front-0.bell").exists()
+    tenancy.end()
+    front.abandon()
 
 
 def test_the_end_deletes_nothing_foreign(base: Path) -> None:
