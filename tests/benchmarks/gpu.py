@@ -7,14 +7,15 @@ random models of Llama-3.1-8B's shape (Q4_K_M and Q8_0; kept in --directory for 
 the GPU's own copy bandwidth; then for each model decode at 1, 8, 32, 64 and 128 rows with 512 and 2048 tokens of
 context each, and prefill. What does not fit the GPU's memory is left out and named. For every figure: the bytes
 that a step must read (weights once, each row's keys and values) and the share of the copy bandwidth that
-makes, beside the goal. With --llama-batched-bench the same shapes are run by llama.cpp on the same file. The device
-is driven as the engine drives it, one step ahead; HTTP is measured elsewhere. `--device emulator --tiny` runs
-the same code on the CPU, to test this file.
+makes, beside the goal. With --llama-batched-bench the same shapes are run by llama.cpp on the same file. A model that
+fails is named among what is left out; the others and the report go on. The device is driven as the engine drives it,
+one step ahead; HTTP is measured elsewhere. `--device emulator --tiny` runs the same code on the CPU, to test this file.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ import msgspec
 import numpy as np
 
 from ds4.config import Settings
-from ds4.errors import ConfigError
+from ds4.errors import ConfigError, Ds4Error
 from ds4.model_file import ModelFile
 from tests.benchmarks.gpu_steps import WARM_UP, Bench
 from tests.support.shaped_model import Mix, ModelShape, write_shaped_model
@@ -353,7 +354,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> Report:
                 peer = llama_cpp(arguments.llama_batched_bench, path, plan, arguments.steps)
             except subprocess.CalledProcessError as error:
                 report.left_out.append(f"{mix}: llama.cpp failed: {error.stderr.strip().splitlines()[-1:]}")
-        for row in measure(
+        rows = measure(
             path,
             backend,
             mix=mix,
@@ -362,16 +363,47 @@ def run(arguments: argparse.Namespace, directory: Path) -> Report:
             plan=plan,
             steps=arguments.steps,
             batch_invariant=arguments.batch_invariant,
-        ):
-            speed = peer.get((row.rows, row.context), {}).get(row.what, 0.0)
-            row = msgspec.structs.replace(row, llama_cpp_tokens_per_s=speed)
-            report.rows.append(row)
-            print(row, file=sys.stderr)
+        )
+        try:
+            for row in rows:
+                speed = peer.get((row.rows, row.context), {}).get(row.what, 0.0)
+                row = msgspec.structs.replace(row, llama_cpp_tokens_per_s=speed)
+                report.rows.append(row)
+                print(row, file=sys.stderr)
+        except Ds4Error as error:
+            report.left_out.append(f"{mix}: {error}")
     return report
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    numbers = [int(part) for part in text.split(",")]
+    if min(numbers) < 1:
+        raise ValueError(text)
+    return numbers
+
+
+def _mixes(text: str) -> list[str]:
+    mixes = text.split(",")
+    if not set(mixes) <= set(MIXES):
+        raise argparse.ArgumentTypeError(f"of {', '.join(MIXES)}, not {text}")
+    return mixes
+
+
+def _program(text: str) -> Path:
+    """Looked for now, not after the models were written."""
+    if not (found := shutil.which(text)):
+        raise argparse.ArgumentTypeError(f"{text} is no program")
+    return Path(found)
+
+
+def _folder(text: str) -> Path:
+    path = Path(text)
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _report(text: str) -> Path:
+    return _folder(str(Path(text).parent)) / Path(text).name
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -379,16 +411,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "emulator"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape, to test this program")
     parser.add_argument("--skip-tests", action="store_true", help="measure without running tests/gpu first")
-    parser.add_argument("--mixes", type=lambda text: text.split(","), default=list(MIXES))
+    parser.add_argument("--mixes", type=_mixes, default=list(MIXES))
     parser.add_argument("--rows", type=_numbers, default=[1, 8, 32, 64, 128])
     parser.add_argument("--contexts", type=_numbers, default=[512, 2048])
     parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--directory", type=Path, help="where the models are kept (14 GB for both)")
+    parser.add_argument("--directory", type=_folder, help="where the models are kept (14 GB for both)")
     parser.add_argument(
         "--batch-invariant", action="store_true", help="only kernels that --batch-invariant allows"
     )
-    parser.add_argument("--llama-batched-bench", type=Path)
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--llama-batched-bench", type=_program)
+    parser.add_argument("--json", type=_report, help="write the figures here as well")
     return parser.parse_args(argv)
 
 

@@ -2,14 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
 from ds4.model_file import ModelFile
-from tests.benchmarks.gpu import TINY, fitting, llama_cpp, main
+from tests.benchmarks.gpu import MIXES, TINY, fitting, llama_cpp, main
 from tests.support.shaped_model import ModelShape, write_shaped_model
+from workers.devices.cuda import opening
 from workers.devices.cuda.driver import probe
 from workers.devices.emulator.compiler import compiler
+from workers.devices.interface import DeviceFaultError
 from workers.model.program import Tensor
 from workers.model.registry import load_program
 
@@ -33,6 +36,40 @@ def test_it_reports_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert read[0] < read[1]
     assert read[0] < read[2] < read[3]
     assert f"| {mix} | decode | 3 | 40 |" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(compiler() is None, reason="the emulator needs g++")
+def test_a_model_that_fails_is_named_in_a_report_that_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> NoReturn:
+        raise DeviceFaultError("an illegal address")
+
+    monkeypatch.setattr(opening, "load", fail)
+    report = tmp_path / "new" / "report.json"
+    arguments = ["--device", "emulator", "--tiny", "--directory", str(tmp_path / "models")]
+    assert main([*arguments, "--rows", "1", "--contexts", "20", "--json", str(report)]) == 0
+    found = json.loads(report.read_bytes())
+    assert found["rows"] == []
+    assert found["left_out"] == [f"{mix}: an illegal address" for mix in MIXES]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--llama-batched-bench", "/nowhere/llama-batched-bench"], "is no program"),
+        (["--rows", "1,0"], "--rows"),
+        (["--contexts", "many"], "--contexts"),
+        (["--mixes", "Q4_K_M,Q3"], "not Q4_K_M,Q3"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_refused_before_anything_is_written(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--device", "emulator", "--tiny", *arguments])
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_left_out_by_name() -> None:
