@@ -16,6 +16,7 @@ from ds4.errors import ConfigError, RingError
 from ds4.pulse import Pulse, take_option
 
 EXIT_CONFIG: Final = 2
+RELOAD_SIGNALS: Final = (signal.SIGHUP, signal.SIGUSR2)  # of front ends, of the worker
 
 _USAGE: Final = """\
 usage: ds4-server [flags]            serve: one worker and its front ends on this machine
@@ -89,10 +90,15 @@ def _front(arguments: list[str]) -> int:
 
 
 def _serve(arguments: list[str]) -> int:
-    settings = config.load_settings(arguments)
-    from ds4.supervisor import serve
+    # What asks for a reload would end this process; it waits until the supervisor listens.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, RELOAD_SIGNALS)
+    try:
+        settings = config.load_settings(arguments)
+        from ds4.supervisor import serve
 
-    return serve(settings, lambda text: print(text, flush=True))
+        return serve(settings, lambda text: print(text, flush=True))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _worker(arguments: list[str]) -> int:

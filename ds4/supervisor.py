@@ -231,6 +231,7 @@ def _wakeups() -> Iterator[Wait]:
     wanted = [signal.SIGCHLD, signal.SIGHUP, signal.SIGUSR2, *_STOP_SIGNALS]
     old = {number: signal.signal(number, lambda _number, _frame: None) for number in wanted}
     old_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)  # what the command line held back comes now
 
     def wait(timeout_s: float | None) -> list[signal.Signals]:
         if not select.select([reader], [], [], timeout_s)[0]:

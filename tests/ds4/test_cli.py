@@ -2,11 +2,14 @@
 
 import re
 import runpy
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ds4 import __version__, cli, config
+from ds4 import __version__, cli, config, supervisor
+from ds4.config import Settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +39,19 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert captured.out == ""
     assert captured.err.startswith("ds4-server: error: ")
     assert captured.err.count("\n") == 1
+
+
+def test_a_reload_waits_for_a_server_that_is_being_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def serve(settings: Settings, announce: Callable[[str], None]) -> int:
+        for number in cli.RELOAD_SIGNALS:
+            signal.raise_signal(number)  # to this thread: others may not hold it back
+            assert signal.sigtimedwait([number], 0) is not None, "it waited"
+        return 7
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    monkeypatch.setattr(supervisor, "serve", serve)
+    assert cli.main([]) == 7
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 def test_config_shows_what_is_in_force_and_hides_secrets(

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from ds4.children import Child, ChildSpec, module_command
+from ds4.cli import RELOAD_SIGNALS
 from ds4.config import Settings
 from ds4.errors import ConfigError
 from ds4.supervisor import bind_sockets, count_front_ends
@@ -64,6 +65,14 @@ def _take_terminal(terminal: int) -> None:
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
 
+def _ask_early() -> None:
+    """A reload that was asked for, and held back, before the process could do anything."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, RELOAD_SIGNALS)
+    for number in RELOAD_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
 class Harness:
     """A supervisor process over stand-in children, and the file in which they note what happens."""
 
@@ -81,8 +90,9 @@ class Harness:
         hang: float = 0,
         stalled: float = 0,
         terminal: int | None = None,
+        first: Callable[[], None] | None = None,
     ) -> None:
-        """Start it over children given by name and what they do; `terminal` becomes its own."""
+        """Start it over children given by name and what they do; `terminal` becomes its own, `first` comes first."""
         specs = []
         for name, body in children.items():
             source = _PROLOGUE.format(log=str(self.log), name=name) + body.replace("{name}", name)
@@ -95,7 +105,7 @@ class Harness:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=None if terminal is None else lambda: _take_terminal(terminal),
+            preexec_fn=first if terminal is None else lambda: _take_terminal(terminal),
         )
 
     def events(self) -> list[str]:
@@ -333,6 +343,15 @@ def test_a_child_that_stops_before_its_first_sign_of_life_is_killed_and_a_slow_o
     code, errors = harness.finish()
     assert code == 0, errors
     assert "does not answer" in errors
+
+
+def test_a_reload_that_was_asked_for_too_early_is_not_the_end(harness: Harness) -> None:
+    harness.start({"front-0": _OBEDIENT}, first=_ask_early)
+    harness.wait_for(lambda _: len(harness.pids("front-0")) == 2)
+    harness.wait_for_count("front-0 armed", 2)
+    harness.send(signal.SIGTERM)
+    code, errors = harness.finish()
+    assert code == 0, errors
 
 
 def test_a_closed_terminal_ends_the_server_and_a_hang_up_without_one_does_not(harness: Harness) -> None:
