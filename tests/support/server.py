@@ -25,6 +25,7 @@ from ds4.shared_dir import shared_directory
 
 ROOT: Final = Path(__file__).parents[2]
 DEADLINE_S: Final = 240.0
+START_S: Final = 900.0  # the first server with a model may compile its engine
 _READY: Final = re.compile(r"ds4-server: ready on (http://\S+)")
 
 
@@ -145,7 +146,7 @@ class Server(Running):
             return bool(found)
 
         try:
-            wait_until(ready, "the ready line")
+            wait_until(ready, "the ready line", START_S)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log}") from None
 
