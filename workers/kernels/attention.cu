@@ -244,12 +244,12 @@ extern "C" __global__ void __launch_bounds__(128) combine(float* out, const floa
 }
 
 // Prompt chunks: tiles [count] of (first row, number of rows), contiguous rows of one sequence, at most
-// 64 / group of them. Grid: (kv heads, tiles); four warps. Shared memory: static, 34 KiB at most.
+// 64 / group of them. Grid: (tiles, kv heads); four warps. Shared memory: static, 34 KiB at most.
 // out: float [rows][heads * HEAD_SIZE].
 extern "C" __global__ void __launch_bounds__(128) attend_chunk(float* out, const int2* chunks, const void* q, const void* keys, const void* values, const int* positions, const int* row_seats, const int* page_tables, int pitch, int num_heads) {
   __shared__ Tile tiles[2];
-  const int kv_head = blockIdx.x, num_kv_heads = gridDim.x, group = num_heads / num_kv_heads;
-  const int2 chunk = chunks[blockIdx.y];
+  const int kv_head = blockIdx.y, num_kv_heads = gridDim.y, group = num_heads / num_kv_heads;
+  const int2 chunk = chunks[blockIdx.x];
   const int last = positions[chunk.x + chunk.y - 1];
   const int* pages = page_tables + (size_t)row_seats[chunk.x] * pitch;
   Queries where;

@@ -1,5 +1,7 @@
 """Which kernel does what, with which grid: the launch shapes that the device and the tests share.
 
+What may be a step's every row is counted by a grid's first dimension: the others end at 65,535.
+
 Owns: nothing; functions of sizes. Runs in: the worker, when a step's launches are laid out. Source: the
 comments at the top of the `.cu` files, which say what each grid means and in which order the
 parameters come.
@@ -171,7 +173,7 @@ def rope_append(num_rows: int, num_heads: int, num_kv_heads: int) -> Shape:
     head_size, num_pairs, interleaved, q_scale (attention's scale times log2(e)).
     """
     kernel = Kernel(source="rope_append.cu", entry="rope_append")
-    return Shape(kernel=kernel, grid=(num_heads + 2 * num_kv_heads, num_rows, 1), block=64)
+    return Shape(kernel=kernel, grid=(num_rows, num_heads + 2 * num_kv_heads, 1), block=64)
 
 
 def update_pages(count: int) -> Shape:
@@ -224,7 +226,7 @@ def attend_chunk(head_size: int, split_tokens: int, num_kv_heads: int, num_chunk
     pitch, num_heads.
     """
     kernel = _attention("attend_chunk", head_size, split_tokens)
-    return Shape(kernel=kernel, grid=(num_kv_heads, num_chunks, 1), block=128)
+    return Shape(kernel=kernel, grid=(num_chunks, num_kv_heads, 1), block=128)
 
 
 def adjust(num_samples: int) -> Shape:
@@ -258,4 +260,4 @@ def to_bfloat16(count: int) -> Shape:
 def join_gate_up(num_rows: int, ffn_size: int) -> Shape:
     """Arguments: act, both, ffn, num_weight_rows."""
     kernel = Kernel(source="prefill.cu", entry="join_gate_up")
-    return Shape(kernel=kernel, grid=(_ceil(ffn_size, 256), num_rows, 1), block=256)
+    return Shape(kernel=kernel, grid=(num_rows, _ceil(ffn_size, 256), 1), block=256)

@@ -12,12 +12,12 @@ extern "C" __global__ void __launch_bounds__(256) to_bfloat16(void* out, const f
 }
 
 // act [rows][ffn] = silu(gate) * up. both: float [rows][num_weight_rows], in the order of packed gate and up: eight
-// outputs of gate, then the same of up. Grid: (any, rows), blocks of 256.
+// outputs of gate, then the same of up. Grid: (rows, any), blocks of 256.
 extern "C" __global__ void __launch_bounds__(256) join_gate_up(float* act, const float* both, int ffn, int num_weight_rows) {
-  const float* from = both + (size_t)blockIdx.y * num_weight_rows;
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < ffn; i += gridDim.x * blockDim.x) {
+  const float* from = both + (size_t)blockIdx.x * num_weight_rows;
+  for (int i = blockIdx.y * blockDim.x + threadIdx.x; i < ffn; i += gridDim.y * blockDim.x) {
     const int gate = (i >> 3) * 16 + (i & 7);
     const float g = from[gate];
-    act[(size_t)blockIdx.y * ffn + i] = __fmul_rn(__fdiv_rn(g, 1.0f + expf(-g)), from[gate + 8]);
+    act[(size_t)blockIdx.x * ffn + i] = __fmul_rn(__fdiv_rn(g, 1.0f + expf(-g)), from[gate + 8]);
   }
 }

@@ -7,13 +7,13 @@
 
 #define PAGE_TOKENS 16  // workers.devices.interface
 
-// Grid: (heads + 2 kv heads, rows), 64 threads. Shared memory: none. Precision: float32, rounded to float16
+// Grid: (rows, heads + 2 kv heads), 64 threads. Shared memory: none. Precision: float32, rounded to float16
 // at the end. qkv: float [rows][(heads + 2 kv heads) * head_size]; rotations: [positions][num_pairs] (cos, sin);
 // q: float16 [rows][heads][head_size], multiplied by `q_scale`. Dimensions past 2 num_pairs are not rotated.
 // Reference: tests/workers/kernels/reference.py, `rope`.
 extern "C" __global__ void __launch_bounds__(64) rope_append(const float* qkv, const float2* rotations, const int* positions, const int* row_seats, const int* page_tables, int pitch, void* q, void* keys, void* values, int num_heads, int num_kv_heads, int head_size, int num_pairs, int interleaved, float q_scale) {
-  const int head = blockIdx.x, row = blockIdx.y, position = positions[row];
-  const float* from = qkv + ((size_t)row * gridDim.x + head) * head_size;
+  const int head = blockIdx.y, row = blockIdx.x, position = positions[row];
+  const float* from = qkv + ((size_t)row * gridDim.y + head) * head_size;
   const bool is_query = head < num_heads, is_value = head >= num_heads + num_kv_heads;
   __half* to;
   if (is_query) {

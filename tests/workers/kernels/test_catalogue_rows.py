@@ -5,6 +5,7 @@ from typing import Final, get_args
 import numpy as np
 import pytest
 
+from ds4.config import TABLE
 from ds4.ggml_types import GgmlType
 from tests.workers.kernels import reference
 from tests.workers.kernels.raw_weights import raw_weights
@@ -17,6 +18,8 @@ from workers.quant.repack import FLOAT_TYPES, padded_inputs, repack, repack_gate
 
 pytestmark = needs_compiler
 
+# No GPU takes more blocks.
+MOST_BLOCKS: Final = (2**31 - 1, 65_535, 65_535)
 FLOAT_VARIANTS: Final[tuple[FloatVariant, ...]] = get_args(FloatVariant)
 
 
@@ -209,3 +212,28 @@ def test_pages_are_entered_and_rows_advance() -> None:
     rig.run(catalogue.advance(2), [tokens, positions, 2])
     assert rig.get(tokens, np.int32).tolist() == [-1, -1, 7]
     assert rig.get(positions, np.int32).tolist() == [2, 3, 3]
+
+
+def test_the_most_rows_that_a_step_may_have_fit_every_grid() -> None:
+    """With a group so large that a tile of attention is one row, and a vocabulary and layers larger than any."""
+    most = {setting.name: int(setting.high or 0) for setting in TABLE}
+    rows, seats = most["max_batch_tokens"], most["batched_sessions"]
+    kind, heads, kv_heads, ffn = int(GgmlType.Q4_K), 128, 2, 65_536
+    shapes = [
+        catalogue.embed(kind, rows),
+        catalogue.quantise(rows),
+        catalogue.norm(rows, 16_384),
+        catalogue.rope_append(rows, heads, kv_heads),
+        catalogue.attend_chunk(128, 128, kv_heads, rows // catalogue.chunk_rows(heads, kv_heads)),
+        catalogue.attend_row(128, 256, 1024, kv_heads, seats),
+        catalogue.combine(128, 256, heads, seats),
+        catalogue.matrix_matmul(kind, "matrix_64", rows, 2 * ffn // 16, 8),
+        *(catalogue.float_matmul(1, variant, rows, 2 * ffn) for variant in FLOAT_VARIANTS[1:]),
+        catalogue.to_bfloat16(rows * ffn),
+        catalogue.join_gate_up(rows, ffn),
+        catalogue.dequantise(kind, 2 * ffn),
+        catalogue.adjust(seats),
+        catalogue.sample(seats),
+    ]
+    for shape in shapes:
+        assert all(count <= limit for count, limit in zip(shape.grid, MOST_BLOCKS, strict=True)), shape
