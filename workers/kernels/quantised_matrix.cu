@@ -227,12 +227,16 @@ __device__ __forceinline__ void product(u8* shared, float* out, int out_stride, 
       }
     };
     each_cell([&](float& cell, float* to) { to[blockIdx.z * of_split] = cell; });
-    __threadfence();
+    // Both fences in the thread that counts, between the block's barriers, as a grid's barrier in cooperative groups
+    // has them: PTX's memory model then orders what any thread of a block wrote before what any of the last one reads.
     __syncthreads();
-    if (threadIdx.x == 0) *ticket = atomicAdd(counter, 1);
+    if (threadIdx.x == 0) {
+      __threadfence();
+      *ticket = atomicAdd(counter, 1);
+      __threadfence();
+    }
     __syncthreads();
     if (*ticket != (int)gridDim.z - 1) return;  // the last one here adds up, in the same order always
-    __threadfence();
     if (threadIdx.x == 0) *counter = 0;
     each_cell([&](float& cell, const float* from) {
       float v = load_fresh(from);
