@@ -27,11 +27,11 @@ from tests.support.tiny_model import write_tiny_model
 DEADLINE_S: Final = 240.0
 
 
-def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def run(scenario: Callable[[], Coroutine[Any, Any, None]], deadline_s: float | None = DEADLINE_S) -> None:
     """Run an async test on the loop that serves in production, with a deadline."""
 
     async def bounded() -> None:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(deadline_s):
             await scenario()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -17,6 +17,7 @@ from ds4.text.grammar import JSON_OBJECT, GrammarSource, choice_source, json_sou
 from ds4.text.grammar_compiler import GrammarCompiler
 from tests.ds4.text.test_grammar_check import BOMB
 from tests.support import schemas
+from tests.support.front_rig import DEADLINE_S
 from tests.support.tiny_model import write_tiny_model
 
 Scenario = Callable[[GrammarCompiler], Awaitable[None]]
@@ -26,7 +27,7 @@ GOOD = choice_source(["a", "b"])
 def run(tmp_path: Path, scenario: Scenario) -> None:
     async def bounded() -> None:
         compiler = GrammarCompiler(write_tiny_model(tmp_path / "tiny.gguf"))
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(DEADLINE_S):
             try:
                 await scenario(compiler)
             finally:
@@ -80,12 +81,13 @@ def test_what_was_compiled_or_refused_once_is_remembered(tmp_path: Path) -> None
 
 
 def test_the_cache_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compiler, "_MAX_CACHED", 40)
     monkeypatch.setattr(grammar_compiler, "_MAX_CACHED_CHARS", 1 << 20)
 
     async def scenario(compiler: GrammarCompiler) -> None:
-        for number in range(600):
+        for number in range(50):
             await compiler.compile(choice_source([f"{number}"]), "guided_choice")
-        assert len(compiler._cache) == 512
+        assert len(compiler._cache) == 40
         large = "y" * 30_000
         for number in range(30):
             await compiler.compile(choice_source([f"{number}{large}"]), "guided_choice")
