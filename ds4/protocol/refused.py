@@ -39,16 +39,21 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "modalities": (["text"], []),
     "n_indent": (0,),
     "n_probs": (0,),
+    "no_stop_trim": (False,),
     "num_beams": (1,),
     "parse_tool_calls": (True,),
     "post_sampling_probs": (False,),
     "prompt_logprobs": (),
+    "reasoning_budget_message": ("",),
     "reasoning_format": ("auto", "deepseek"),
     "regex": ("",),
+    "repetition_detection": (),
+    "return_logprob": (False,),
     "return_progress": (False,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "samplers": ([],),
+    "separate_reasoning": (True,),
     "skip_special_tokens": (True,),
     "stop_regex": ("", []),
     "suffix": ("",),
@@ -98,16 +103,21 @@ class RefusedFields(StructureFields, frozen=True, kw_only=True):
     modalities: Any = None
     n_indent: Any = None
     n_probs: Any = None
+    no_stop_trim: Any = None
     num_beams: Any = None
     parse_tool_calls: Any = None
     post_sampling_probs: Any = None
     prompt_logprobs: Any = None
+    reasoning_budget_message: Any = None
     reasoning_format: Any = None
     regex: Any = None
+    repetition_detection: Any = None
+    return_logprob: Any = None
     return_progress: Any = None
     return_token_ids: Any = None
     return_tokens_as_token_ids: Any = None
     samplers: Any = None
+    separate_reasoning: Any = None
     skip_special_tokens: Any = None
     stop_regex: Any = None
     suffix: Any = None
