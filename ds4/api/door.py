@@ -11,15 +11,17 @@ is refused every few seconds on each of its connections, not thousands of times 
 
 import asyncio
 import contextlib
+import functools
 import math
 import random
 from collections import OrderedDict
 from collections.abc import Collection
 from typing import Final
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ds4.api.dialects import refusal
+from ds4.api.dialects import is_anthropic, refusal
 from ds4.api.errors import BusyError, failure
 from ds4.api.state import FrontState
 from ds4.errors import RingFullError
@@ -30,6 +32,18 @@ MAX_HOLD_S: Final = 5.0
 # The held leave together, and those that come back at once come together: many in a row cost a fraction of
 # what they cost one by one, and an engine on the same cores is interrupted less often.
 TICK_S: Final = 0.2
+
+
+@functools.cache
+def _busy(seconds: int) -> Response:
+    """The same for everybody, and so made once for each of a minute's seconds."""
+    return failure(BusyError(seconds)).response()
+
+
+def _refusal(seconds: int, scope: Scope) -> Response:
+    if is_anthropic(scope["path"]):  # the body has the request's id
+        return refusal(failure(BusyError(seconds)), scope)
+    return _busy(seconds)
 
 
 class Pace:
@@ -73,9 +87,8 @@ class Door:
             full = self._full()
         if full:
             engine = self._state.engine
-            told = failure(BusyError(engine.turn_away()))
-            engine.metrics.add("ds4_requests_rejected_total", label=told.reason)
-            await refusal(told, scope)(scope, receive, send)
+            engine.metrics.add("ds4_requests_rejected_total", label="full")
+            await _refusal(engine.turn_away(), scope)(scope, receive, send)
             return
         try:
             await self._app(scope, receive, send)

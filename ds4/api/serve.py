@@ -152,6 +152,7 @@ def run_front(settings: Settings, socket_fd: int | None = None, pulse: Pulse | N
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # nobody asks where a request came from
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(_LAST_WORDS_S),
             backlog=_BACKLOG,
