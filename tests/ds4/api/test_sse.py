@@ -89,7 +89,7 @@ def test_a_client_that_reads_no_more_counts_as_gone() -> None:
         sent.gate.clear()
         writing = [asyncio.ensure_future(stream.write(b"x")) for _ in range(2)]
         await asyncio.sleep(0)
-        stream.tick(stream.last_write_s + STALLED_S)
+        stream.tick(stream.last_write_s + STALLED_S - 1)
         await asyncio.sleep(0)
         assert not any(task.done() for task in writing)
         stream.tick(stream.last_write_s + STALLED_S + 1)

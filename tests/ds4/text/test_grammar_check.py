@@ -106,7 +106,8 @@ def test_what_takes_years_ends_the_process_even_without_a_parent_that_looks(tmp_
         assert child.read() == Verdict()
         child.send(BOMB)
         assert child.read() is None
-        assert child.process.wait(timeout=60) == -signal.SIGPROF
+        # Of processor time, or of time where other processes leave it hardly any.
+        assert child.process.wait(timeout=60) in (-signal.SIGPROF, -signal.SIGALRM)
 
 
 def test_a_model_without_a_usable_vocabulary_is_said(tmp_path: Path) -> None:
