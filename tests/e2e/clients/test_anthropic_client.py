@@ -117,7 +117,8 @@ def test_thinking_of_a_model_that_does_not_is_refused_and_adaptive_taken(client:
 
 
 def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
-    asked: Any = {"model": "m", "max_tokens": 40, "messages": _USER, "extra_body": {"temperature": 0}}
+    extra = {"temperature": 0, "ignore_eos": True}
+    asked: Any = {"model": "m", "max_tokens": 40, "messages": _USER, "extra_body": extra}
     said = client.messages.create(**asked).content[0]
     assert said.type == "text"
     stop = said.text[5:8]
