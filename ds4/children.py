@@ -3,7 +3,9 @@
 Owns: `Child`, its process and its signs of life. Runs in: the supervisor, on its one thread.
 """
 
+import contextlib
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -21,6 +23,9 @@ FIRST_DELAY_S: Final = 0.1
 LONGEST_DELAY_S: Final = 10.0
 LONGEST_ONCE_READY_S: Final = 2.0  # the server has worked, and clients wait
 START_STALLED_S: Final = 60.0  # a disk may keep a load waiting, but hardly for so long without a single page
+MEMORY_KILL_S: Final = (
+    60.0  # for so long after the kernel killed for want of memory, that may be why others died
+)
 HEALTHY_AFTER_S: Final = 10.0  # a child that lived this long starts again with the first delay
 
 _LOOKS: Final = 8  # within `start_stalled_s`
@@ -51,6 +56,8 @@ class Child:
         self.num_failures = 0
         self.started_at = 0.0
         self.restart_at = 0.0
+        self.pid = 0  # of the latest process
+        self.is_killed = False  # by us
         self._pulse: PulseWatch | None = None
         self._activity: tuple[int, ...] = ()
         self._active_s = self._look_again_s = 0.0
@@ -83,6 +90,7 @@ class Child:
         fds = [self._pulse.fd]
         if self.spec.socket_fd is not None:
             fds.append(self.spec.socket_fd)
+        self.is_killed = False
         self.started_at = self._active_s = time.monotonic()
         self.process = subprocess.Popen(
             [*self.spec.command, "--pulse-fd", str(self._pulse.fd), *options],
@@ -92,6 +100,7 @@ class Child:
             start_new_session=True,
             preexec_fn=die_with_parent,  # one thread here, so forking with Python code is sound
         )
+        self.pid = self.process.pid
 
     def ended(self) -> int | None:
         """Its exit code (negative: the signal) if it has just ended; None while it runs."""
@@ -136,11 +145,39 @@ class Child:
         """Signal it, if it still runs."""
         if self.process is not None:
             self.process.send_signal(number)
+            self.is_killed = self.is_killed or number == signal.SIGKILL
 
     def _close_pulse(self) -> None:
         if self._pulse is not None:
             self._pulse.close()
             self._pulse = None
+
+
+class MemoryWatch:
+    """Whether the kernel killed for want of memory lately: that may have been a request's doing."""
+
+    def __init__(self) -> None:
+        self._num_kills = _num_memory_kills()
+        self._changed_s = -math.inf
+
+    def look(self, now_s: float) -> None:
+        """Count anew. Once a second or so: a large process takes its time to die of what was counted."""
+        if (num_kills := _num_memory_kills()) != self._num_kills:
+            self._num_kills, self._changed_s = num_kills, now_s
+
+    def is_clear(self, now_s: float) -> bool:
+        """It did not, for certain."""
+        self.look(now_s)
+        return self._num_kills is not None and now_s - self._changed_s > MEMORY_KILL_S
+
+
+def _num_memory_kills() -> int | None:
+    """Of the whole machine, in containers too; None where the kernel does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
 
 
 def _activity(session: int) -> tuple[int, ...]:

@@ -9,10 +9,9 @@ with the same tokens.
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -50,7 +49,7 @@ from ds4.suspects import NONE_CAME, Quarantine, Record, Turn, Turns
 _log = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.05  # between attempts to hand a resumed request to a worker that is there but full
-_MAX_RETRY_AFTER_S: Final = 60
+_COUNT_EVERY_S: Final = 0.1
 WORKER_GAP_S: Final = 5.0  # between two workers, so long that most are not noticed by who comes then
 # Endings after which the same request can succeed on the next worker.
 _WORKER_LOST: Final = frozenset({ErrorCode.DEVICE, ErrorCode.SHUTTING_DOWN})
@@ -64,6 +63,7 @@ class EngineClient:
         self.ring = FrontEndRing(directory)
         self.draining = False
         self.max_generations = settings.slots_per_front_end
+        self.resume_attempts = settings.resume_attempts  # of one generation
         self._settings = settings
         self._directory = directory
         self._tokenizer_hash = tokenizer_hash
@@ -76,8 +76,9 @@ class EngineClient:
         self._idle.set()
         self.num_resuming = 0
         self.num_preparing = 0
-        self._mean_duration_s = 1.0
         self._crowd = Crowd()
+        self._num_waiting = 0  # requests that wait for evaluation, as of the latest count
+        self._count_again_s = 0.0
         self.quarantine = Quarantine(directory)
         self._turns = Turns(self.ring.take_turn, self.ring.drop_turn)
 
@@ -135,23 +136,13 @@ class EngineClient:
         """Until nothing runs."""
         await self._idle.wait()
 
-    @property
-    def retry_after_s(self) -> int:
-        """When a slot is likely to be free for one more, from how long requests took lately.
-
-        Those who were turned away and have not had time to come back stand before it: told less, all
-        of them would come back at once, again and again.
-        """
-        waiting = self.ring.num_pending() if self.ring.attached else 0
-        ahead = waiting + self._crowd.size(asyncio.get_running_loop().time()) + 1
-        seconds = self._mean_duration_s * ahead / max(1, len(self._running))
-        return max(1, min(_MAX_RETRY_AFTER_S, math.ceil(seconds)))
-
     def turn_away(self) -> int:
         """Somebody is refused for want of room: in how many seconds to come back."""
-        seconds = self.retry_after_s
-        self._crowd.add(asyncio.get_running_loop().time() + seconds)
-        return seconds
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._count_again_s:  # not for each of hundreds a second
+            self._count_again_s = now_s + _COUNT_EVERY_S
+            self._num_waiting = self.ring.num_pending() if self.ring.attached else 0
+        return self._crowd.turn_away(now_s, self._num_waiting, len(self._running))
 
     def preparing(self, change: int) -> None:
         """Tell the worker that `change` more (or fewer) requests are on their way to it."""
@@ -223,6 +214,18 @@ class EngineClient:
         """Put one request on the ring. For `Generation`."""
         return self.ring.submit(encode_request(request), prompt)
 
+    @contextlib.asynccontextmanager
+    async def _resuming(self, limit_s: float | None) -> AsyncIterator[None]:
+        """One more that goes on as soon as it can. Raises WorkerError where it takes too long."""
+        self.num_resuming += 1
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError as error:
+            raise WorkerError(str(error) or NONE_CAME, code=ErrorCode.DEVICE) from None
+        finally:
+            self.num_resuming -= 1
+
     async def resubmit(
         self, request: GenerationRequest, prompt: NDArray[np.uint32], turn: Turn | None
     ) -> RingStream:
@@ -230,39 +233,29 @@ class EngineClient:
 
         Raises WorkerError after `resume_timeout_s`, RingUnavailableError when another model came.
         """
-        self.num_resuming += 1
-        try:
-            async with asyncio.timeout(self._settings.resume_timeout_s):
-                while True:
-                    await self.ring.wait_attached()
-                    info = self.model_info
-                    if info is not None and info.tokenizer_hash != self._tokenizer_hash:
-                        raise RingUnavailableError("the worker was replaced by one with another model")
-                    try:
-                        if turn is not None:
-                            self.ring.use_turn()
-                        return self.submit(request, prompt)
-                    except (RingFullError, RingUnavailableError):
-                        await asyncio.sleep(_RETRY_S)
-        except TimeoutError:
-            raise WorkerError(NONE_CAME, code=ErrorCode.DEVICE) from None
-        finally:
-            self.num_resuming -= 1
+        async with self._resuming(self._settings.resume_timeout_s):
+            while True:
+                await self.ring.wait_attached()
+                info = self.model_info
+                if info is not None and info.tokenizer_hash != self._tokenizer_hash:
+                    raise RingUnavailableError("the worker was replaced by one with another model")
+                try:
+                    if turn is not None:
+                        self.ring.use_turn()
+                    return self.submit(request, prompt)
+                except (RingFullError, RingUnavailableError):
+                    await asyncio.sleep(_RETRY_S)
+
+    async def was_killed(self, worker_pid: int) -> bool:
+        """Whether somebody killed that worker: known with the next one. Raises WorkerError where none comes."""
+        async with self._resuming(self._settings.resume_timeout_s):
+            await self.ring.wait_attached()
+        return self._control is not None and self._control.killed_worker == worker_pid
 
     async def begin_turn(self) -> Turn:
         """Wait until a suspect may go on. Raises WorkerError when that takes too long."""
-        self.num_resuming += 1
-        try:
+        async with self._resuming(None):
             return await self._turns.wait(lambda: self.ring.attached, self._settings.resume_timeout_s)
-        except TimeoutError as error:
-            raise WorkerError(str(error), code=ErrorCode.DEVICE) from None
-        finally:
-            self.num_resuming -= 1
-
-    @property
-    def resume_attempts(self) -> int:
-        """How often one generation may be resumed."""
-        return self._settings.resume_attempts
 
     def reopened(self, generation: "Generation") -> None:
         """A generation that had come to its end goes on. For `Generation`."""
@@ -276,7 +269,7 @@ class EngineClient:
             if not self._running:
                 self._idle.set()
             if duration_s is not None:
-                self._mean_duration_s += 0.1 * (duration_s - self._mean_duration_s)
+                self._crowd.served(duration_s)
 
     def abort_all(self, error: WorkerError) -> int:
         """End everything that runs with this error; returns how many there were."""
@@ -308,6 +301,7 @@ class Generation:
         self._stream = stream
         self._tokens = array("I")
         self._record = Record()
+        self._crash: tuple[str, int] | None = None  # not judged yet: why, and the worker's process id
         self._turn: Turn | None = None  # in which it goes on alone among suspects
         self._is_resumed = False
         self._ended = False
@@ -332,7 +326,7 @@ class Generation:
                     tokens, end = await self._stream.read()
                 except WorkerLostError as loss:
                     tokens, end = [], None
-                    lost = str(loss)
+                    lost, worker_pid = str(loss), loss.worker_pid
                     crashed = loss.crashed and (self._has_turn or not loss.is_explained)
                 else:
                     self._tokens.extend([token.token_id for token in tokens])
@@ -341,13 +335,15 @@ class Generation:
                             self._leave_turn()
                         return tokens, None
                     lost = end.error_text if self._is_loss(end) else ""
-                    crashed = end.error_code == ErrorCode.DEVICE
+                    crashed, worker_pid = end.error_code == ErrorCode.DEVICE, 0  # it did so itself
                 if self._error is not None:
                     raise self._error
                 if self._cancelled:
                     end = end or GenerationEnd(FinishReason.CANCELLED)
                 elif lost or end is None:
-                    await self._resume(lost, crashed)
+                    if crashed:
+                        self._crash = lost, worker_pid
+                    await self._resume(lost)
                     if tokens:
                         return tokens, None
                     continue
@@ -365,7 +361,7 @@ class Generation:
             end.reason == FinishReason.ERROR and end.error_code in _WORKER_LOST and not self._client.draining
         )
 
-    async def _resume(self, why: str, crashed: bool) -> None:
+    async def _resume(self, why: str) -> None:
         """Submit prompt and tokens so far again. Raises WorkerError when the budget is used up.
 
         A worker that left in order costs nothing of it.
@@ -373,28 +369,28 @@ class Generation:
         count = len(self._tokens)
         if self._turn is not None:
             self._turn.pause()
-        if crashed:
+        if self._crash is not None:
             self._record.crashed(count, asyncio.get_running_loop().time())
-            if self._record.num_crashes > self._client.resume_attempts:
-                self._give_up(why)
-        _log.info(
-            "a request lost its worker %d tokens in and is resumed: %s", count, why, extra=self._log_fields
-        )
+        _log.info("a request lost its worker %d tokens in: %s", count, why, extra=self._log_fields)
         self._is_resumed = True
         if await self._resubmit():
             self._client.metrics.add("ds4_resumed_streams_total")
 
-    def _give_up(self, why: str) -> None:
-        """Raises WorkerError. What crashed the worker by itself is remembered."""
-        if self._turn is None or self._turn.is_over:
+    async def _judge(self, why: str, worker_pid: int) -> None:
+        """What a crash means. Raises WorkerError when the budget is used up; remembers what did it alone."""
+        is_last = self._record.num_crashes > self._client.resume_attempts
+        is_alone = self._has_turn
+        if worker_pid and (is_alone or not is_last) and await self._client.was_killed(worker_pid):
+            self._record.acquit()
+            is_alone = False
+        if not is_last:
+            return
+        if not is_alone:
             message = f"the worker was lost ({why}) and the request was resumed too often"
             raise WorkerError(message, code=ErrorCode.DEVICE)
         self._client.quarantine.add(self._prompt, self.request.grammar)
         self._client.metrics.add("ds4_requests_quarantined_total")
-        _log.error(
-            "quarantined after %d crashes of the worker", self._record.num_crashes, extra=self._log_fields
-        )
-        self._leave_turn()
+        _log.error("quarantined after %d crashes", self._record.num_crashes, extra=self._log_fields)
         raise WorkerError(_QUARANTINED, code=ErrorCode.QUARANTINED)
 
     @property
@@ -408,6 +404,9 @@ class Generation:
 
     async def _submit_again(self, request: GenerationRequest, prompt: NDArray[np.uint32]) -> RingStream:
         """Onto the ring; a suspect only in its turn, which it keeps until it is proved or lost."""
+        crash, self._crash = self._crash, None
+        if crash is not None:
+            await self._judge(*crash)
         if not self._record.is_suspect:
             return await self._client.resubmit(request, prompt, None)
         turn = (self._turn if self._has_turn else None) or await self._client.begin_turn()

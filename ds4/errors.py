@@ -64,12 +64,13 @@ class RingUnavailableError(RingError):
 
 
 class WorkerLostError(RingUnavailableError):
-    """The worker of a running request is gone. `crashed`: it did not leave in order; `is_explained`: while
-    a suspect had its turn, which is then to blame.
+    """The worker of a running request, process `worker_pid`, is gone. `crashed`: it did not leave in order;
+    `is_explained`: while a suspect had its turn, which is then to blame.
     """
 
-    def __init__(self, message: str, *, crashed: bool, is_explained: bool) -> None:
+    def __init__(self, message: str, *, worker_pid: int, crashed: bool, is_explained: bool) -> None:
         super().__init__(message)
+        self.worker_pid = worker_pid
         self.crashed = crashed
         self.is_explained = is_explained
 

@@ -26,11 +26,12 @@ from typing import Final
 
 import msgspec
 
-from ds4.children import LONGEST_ONCE_READY_S, Child, ChildSpec, module_command
+from ds4.children import LONGEST_ONCE_READY_S, Child, ChildSpec, MemoryWatch, module_command
 from ds4.config import Settings, child_environment
 from ds4.errors import ConfigError
 from ds4.logs import setup_logging
 from ds4.models import resolve_model
+from ds4.ring.control import ControlPage
 from ds4.shared_dir import Tenancy, is_supervised, shared_directory, sweep_orphans
 from ds4.succession import POLL_S, Notice, Succession
 
@@ -67,12 +68,16 @@ class Supervisor:
         listeners: Sequence[socket.socket] = (),
         max_front_ends: int = 254,
         notice: Notice | None = None,
+        on_killed: Callable[[int], None] | None = None,
     ) -> None:
+        """`on_killed` hears the process id of a worker that somebody else killed, before the next one starts."""
         self._children = [Child(spec) for spec in children]
         self._environment = environment
         self._drain_timeout_s = drain_timeout_s
         self._is_ready = is_ready
         self._on_ready = on_ready
+        self._on_killed = on_killed
+        self._memory = MemoryWatch()
         self._listeners = listeners
         self._was_ready = False
         self._exit_code = 0
@@ -146,6 +151,7 @@ class Supervisor:
         now = time.monotonic()
         was_away = now - self._checked_at > 4 * CHECK_S  # this process was stopped itself
         self._checked_at = now
+        self._memory.look(now)
         for child in self._everybody():
             if was_away:
                 child.forgive()
@@ -163,6 +169,8 @@ class Supervisor:
         if code == EXIT_CONFIG and not self._was_ready:
             self._exit_code = EXIT_CONFIG  # it has said why, on the standard error we share
             return False
+        if child.spec.is_worker and self._on_killed is not None and self._is_foreign(child, code):
+            self._on_killed(child.pid)
         delay = child.schedule_restart(LONGEST_ONCE_READY_S if self._was_ready else None)
         about = {"child": child.spec.name, "exit_code": code, "delay_s": delay}
         if not self._was_ready and child.num_failures >= MAX_FAILED_STARTS:
@@ -171,6 +179,10 @@ class Supervisor:
             return False
         _LOG.error("child ended, restarting", extra=about)
         return True
+
+    def _is_foreign(self, child: Child, code: int) -> bool:
+        """Whether its end was certainly no doing of its own: it was killed, and neither by us nor for its memory."""
+        return code == -signal.SIGKILL and not child.is_killed and self._memory.is_clear(time.monotonic())
 
     def _next_deadline(self) -> float | None:
         """Seconds until something is due."""
@@ -421,6 +433,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> int:
                 listeners=sockets,
                 max_front_ends=settings.max_front_ends,
                 notice=Notice(tenancy.path),
+                on_killed=ControlPage(tenancy.path).note_killed,
             ).run()
         finally:
             tenancy.end()

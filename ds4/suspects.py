@@ -7,7 +7,8 @@ A crash happens among many requests, and mostly none of them is to blame. So aft
 resumed at once. Who was there at a second one as well is a suspect: suspects go on one at a time, over
 all front ends, each until it has proved itself by a few new tokens. What kills the worker while it has
 the turn is alone to blame, whoever else was in flight, and soon runs out of attempts. Its prompt is
-remembered for a while, so that a client that tries again cannot go on with it.
+remembered for a while, so that a client that tries again cannot go on with it. A worker that somebody killed
+from outside costs an attempt and makes nobody a suspect.
 """
 
 import asyncio
@@ -40,24 +41,29 @@ _GIVE_WAY_S: Final = 3 * _POLL_S  # who had the turn last lets other front ends 
 class Record:
     """The crashes that one request was in flight at. Owned by its generation."""
 
-    __slots__ = ("_crashed_s", "_num_tokens", "num_crashes")
+    __slots__ = ("_crashed_s", "_num_acquittals", "_num_tokens", "num_crashes")
 
     def __init__(self) -> None:
         self.num_crashes = 0
+        self._num_acquittals = 0
         self._crashed_s = 0.0
         self._num_tokens = 0
 
     def crashed(self, num_tokens: int, now_s: float) -> None:
         """The worker crashed when this request had `num_tokens` tokens of output."""
         if now_s - self._crashed_s >= FORGIVE_AFTER_S and num_tokens - self._num_tokens >= FORGIVE_TOKENS:
-            self.num_crashes = 0
+            self.num_crashes = self._num_acquittals = 0
         self.num_crashes += 1
         self._crashed_s, self._num_tokens = now_s, num_tokens
+
+    def acquit(self) -> None:
+        """The latest crash was no request's doing."""
+        self._num_acquittals += 1
 
     @property
     def is_suspect(self) -> bool:
         """It goes on only in its turn."""
-        return self.num_crashes >= SUSPECT_AFTER
+        return self.num_crashes - self._num_acquittals >= SUSPECT_AFTER
 
     def is_proved(self, num_tokens: int) -> bool:
         """Enough came since the crash."""

@@ -244,7 +244,9 @@ class Channel:
         self.is_open = False
         self._bell.close()
         for stream in self._streams.values():
-            stream.fail(reason, crashed=crashed, is_explained=is_explained)
+            stream.fail(
+                reason, worker_pid=self.segment.worker_pid, crashed=crashed, is_explained=is_explained
+            )
         self._streams.clear()
         self._free.clear()
 

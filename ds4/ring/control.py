@@ -5,7 +5,8 @@ ends (read). Source: ours.
 
 It outlives workers, so a change holds until it is taken back or the server ends. One 64-bit word per
 control, 0: as started, else the value + 1. A word is written by one instruction and means nothing together
-with another one, so writers need no lock: the last one wins.
+with another one, so writers need no lock: the last one wins. The last word of the page is the supervisor's:
+the process id of the worker that was killed last, and not by what it did.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from ds4.errors import ConfigError
 FILE_NAME: Final = "control"
 PAGE_BYTES: Final = 4096
 # The order is the layout: only ever add at the end.
+_KILLED: Final = PAGE_BYTES // 8 - 1
 NAMES: Final = (
     "decode_coalesce_us",
     "batch_log",
@@ -61,6 +63,15 @@ class ControlPage:
     def set(self, name: str, value: int | None) -> None:
         """Change it, or with None take the change back."""
         self._words[NAMES.index(name)] = 0 if value is None else value + 1
+
+    @property
+    def killed_worker(self) -> int:
+        """The process id of the worker that was killed last, by somebody outside; 0: none was."""
+        return self._words[_KILLED]
+
+    def note_killed(self, pid: int) -> None:
+        """That worker was. For the supervisor, before it starts the next one."""
+        self._words[_KILLED] = pid
 
     def snapshot(self) -> bytes:
         """All words, to see whether anything changed."""

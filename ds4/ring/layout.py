@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 MAGIC: Final = 0x3130_474E_4952_3444  # "D4RING01", little-endian; stored last
-VERSION: Final = 4
+VERSION: Final = 5
 PAGE_BYTES: Final = 4096
 LINE_BYTES: Final = 128
 LINE_WORDS: Final = LINE_BYTES // 8
@@ -35,7 +35,8 @@ HEADER_EVENTS_PER_SLOT: Final = 6
 HEADER_CHECKSUM: Final = 7
 HEADER_EPOCH: Final = 8  # random: which incarnation of the worker made this segment
 HEADER_INFO_LENGTH: Final = 9
-HEADER_WORDS: Final = 10
+HEADER_PID: Final = 10  # of the worker, as its supervisor knows it
+HEADER_WORDS: Final = 11
 INFO_OFFSET: Final = 1024
 MAX_INFO_BYTES: Final = PAGE_BYTES - INFO_OFFSET
 

@@ -69,6 +69,11 @@ class Segment:
         return self.words[layout.HEADER_EPOCH]
 
     @property
+    def worker_pid(self) -> int:
+        """The worker's process id, where it lives."""
+        return self.words[layout.HEADER_PID]
+
+    @property
     def model_info(self) -> bytes:
         """The worker's description of its model; constant."""
         length = min(self.words[layout.HEADER_INFO_LENGTH], layout.MAX_INFO_BYTES)
@@ -165,6 +170,7 @@ def create_segment(directory: Path, shape: RingShape, model_info: bytes, fence: 
         words[layout.HEADER_CHECKSUM] = shape.checksum()
         words[layout.HEADER_EPOCH] = secrets.randbits(63) | 1
         words[layout.HEADER_INFO_LENGTH] = len(model_info)
+        words[layout.HEADER_PID] = os.getpid()
         segment.map[layout.INFO_OFFSET : layout.INFO_OFFSET + len(model_info)] = model_info
         fence.call()  # all of it before the magic; pairs with the magic test in attach_segment
         words[layout.HEADER_MAGIC] = layout.MAGIC

@@ -38,6 +38,7 @@ class RingStream:
         "_owner",
         "_waiter",
         "_window",
+        "_worker_pid",
         "request_id",
         "slot",
     )
@@ -52,6 +53,7 @@ class RingStream:
         self._end: GenerationEnd | None = None
         self._ended = False  # the ending was read
         self._loss = ""  # why no ending will come
+        self._worker_pid = 0  # which worker is lost
         self._crashed = False  # and whether it was because the worker crashed
         self._is_explained = False  # on somebody else
         self._num_received = 0
@@ -69,7 +71,12 @@ class RingStream:
             raise RuntimeError("read past the ending of a request")
         while not self._events and self._end is None:
             if self._loss:
-                raise WorkerLostError(self._loss, crashed=self._crashed, is_explained=self._is_explained)
+                raise WorkerLostError(
+                    self._loss,
+                    worker_pid=self._worker_pid,
+                    crashed=self._crashed,
+                    is_explained=self._is_explained,
+                )
             if self._waiter is not None and not self._waiter.done():
                 raise RuntimeError("a stream has one reader")
             self._waiter = asyncio.get_running_loop().create_future()
@@ -109,9 +116,12 @@ class RingStream:
         self.wake()
         return True
 
-    def fail(self, reason: str, *, crashed: bool = False, is_explained: bool = False) -> None:
+    def fail(
+        self, reason: str, *, worker_pid: int = 0, crashed: bool = False, is_explained: bool = False
+    ) -> None:
         """The channel is lost and no ending will come."""
         self._loss = reason
+        self._worker_pid = worker_pid
         self._crashed = crashed
         self._is_explained = is_explained
         self.wake()

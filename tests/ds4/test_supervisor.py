@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from ds4.children import Child, ChildSpec, module_command
+from ds4 import children
+from ds4.children import MEMORY_KILL_S, Child, ChildSpec, MemoryWatch, module_command
 from ds4.cli import RELOAD_SIGNALS
 from ds4.config import Settings
 from ds4.errors import ConfigError
@@ -55,6 +56,7 @@ ready = {ready}
 sys.exit(supervisor.Supervisor(
     specs, environment={{}}, drain_timeout_s={drain}, is_ready=lambda: ready,
     on_ready=lambda: print("READY", flush=True),
+    on_killed=lambda pid: print("somebody killed", pid, file=sys.stderr, flush=True),
 ).run())
 """
 
@@ -201,6 +203,40 @@ def test_a_child_that_dies_is_started_again(harness: Harness) -> None:
     code, errors = harness.finish()
     assert code == 0, errors
     assert errors.count("restarting") == 2
+
+
+def test_a_worker_that_somebody_killed_is_told_from_one_that_died_by_itself(harness: Harness) -> None:
+    if not MemoryWatch().is_clear(0.0):
+        pytest.skip("this kernel does not count its kills for want of memory")
+    harness.start({"worker": _OBEDIENT, "front-0": _OBEDIENT})
+    harness.wait_for_count("front-0 armed", 1)
+    for num_starts, (name, blow) in enumerate(
+        (("worker", signal.SIGSEGV), ("worker", signal.SIGKILL), ("front-0", signal.SIGKILL))
+    ):
+        harness.wait_for_count(f"{name} armed", num_starts + 1 if name == "worker" else 1)
+        os.kill(harness.pids(name)[-1], blow)
+    harness.wait_for_count("worker armed", 3)
+    harness.wait_for_count("front-0 armed", 2)
+    harness.send(signal.SIGTERM)
+    code, errors = harness.finish()
+    assert code == 0, errors
+    said = [line for line in errors.splitlines() if line.startswith("somebody killed")]
+    assert said == [f"somebody killed {harness.pids('worker')[1]}"]
+
+
+def test_a_kill_for_want_of_memory_is_nobodys_certain_doing_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kills: list[int | None] = [7]
+    monkeypatch.setattr(children, "_num_memory_kills", lambda: kills[-1])
+    watch = MemoryWatch()
+    assert watch.is_clear(100.0)
+    kills.append(8)
+    assert not watch.is_clear(200.0)
+    assert not watch.is_clear(200.0 + MEMORY_KILL_S)
+    assert watch.is_clear(200.1 + MEMORY_KILL_S)
+    kills.append(None)
+    assert not watch.is_clear(1000.0), "unknown"
 
 
 def test_a_configuration_error_of_a_child_stops_everything_with_its_code(harness: Harness) -> None:

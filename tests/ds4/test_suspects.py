@@ -13,6 +13,7 @@ from ds4.config import Settings
 from ds4.engine_client import EngineClient, Generation
 from ds4.errors import ErrorCode, WorkerError
 from ds4.generation import GenerationRequest
+from ds4.ring.control import ControlPage
 from ds4.suspects import FORGIVE_AFTER_S, FORGIVE_TOKENS, PROOF_TOKENS, Quarantine, Record, Turn, Turns
 from tests.support.front_rig import run, until
 from tests.support.scripted_worker import ScriptedWorker
@@ -86,6 +87,78 @@ def test_a_request_that_kills_the_worker_fails_alone_and_is_not_tried_again(tmp_
     run(scenario)
 
 
+def test_a_worker_that_somebody_kills_makes_nobody_a_suspect(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        client = EngineClient(
+            Settings(slots_per_front_end=8, resume_attempts=3), tmp_path, tokenizer_hash=_HASH
+        )
+        await client.start()
+        page = ControlPage(tmp_path)
+        worker = ScriptedWorker(tmp_path, _HASH, lambda request, prompt: _SAID).start()
+        worker.hold_after(1)
+        await client.ring.wait_attached()
+        reading = [
+            asyncio.ensure_future(_read_all(client.generate(GenerationRequest(max_tokens=100), [1, number])))
+            for number in range(3)
+        ]
+        try:
+            for num_held in (1, 1, 100):  # all at once again each time: nobody waits for a turn
+                held = worker
+                await until(lambda held=held: len(held.requests) == 3)  # type: ignore[misc]
+                worker.stop()
+                page.note_killed(os.getpid())  # these workers live in this process
+                worker = ScriptedWorker(tmp_path, _HASH, lambda request, prompt: _SAID)
+                worker.hold_after(num_held)
+                worker.start()
+            assert await asyncio.gather(*reading) == [_SAID] * 3
+            assert client.metrics.value("ds4_requests_quarantined_total") == 0
+            assert client.metrics.value("ds4_resumed_streams_total") == 9
+        finally:
+            await client.close()
+            page.close()
+            worker.stop()
+
+    run(scenario)
+
+
+def test_whoever_had_its_turn_when_somebody_killed_the_worker_is_not_quarantined(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        client = EngineClient(
+            Settings(slots_per_front_end=8, resume_attempts=2), tmp_path, tokenizer_hash=_HASH
+        )
+        await client.start()
+        page = ControlPage(tmp_path)
+
+        def start_worker(pid: int) -> ScriptedWorker:
+            page.note_killed(pid)
+            made = ScriptedWorker(tmp_path, _HASH, lambda request, prompt: _SAID)
+            made.hold_after(1)
+            return made.start()
+
+        worker = start_worker(0)
+        await client.ring.wait_attached()
+        request = GenerationRequest(max_tokens=100)
+        reading = asyncio.ensure_future(_read_all(client.generate(request, [1, 2])))
+        try:
+            for killed in (0, 0, os.getpid()):
+                held = worker
+                await until(lambda held=held: len(held.requests) == 1)  # type: ignore[misc]
+                worker.stop()
+                worker = start_worker(killed)
+            with pytest.raises(WorkerError, match="resumed too often") as caught:
+                await reading
+            assert caught.value.code == ErrorCode.DEVICE
+            worker.release()
+            await client.ring.wait_attached()
+            assert await _read_all(client.generate(request, [1, 2])) == _SAID, "it may be tried again"
+        finally:
+            await client.close()
+            page.close()
+            worker.stop()
+
+    run(scenario)
+
+
 def test_a_record_forgives_what_was_followed_by_long_running() -> None:
     record = Record()
     record.crashed(5, 100.0)
@@ -94,6 +167,18 @@ def test_a_record_forgives_what_was_followed_by_long_running() -> None:
     assert record.is_suspect, "time alone proves nothing"
     record.crashed(6 + FORGIVE_TOKENS, 100.0 + 2 * FORGIVE_AFTER_S)
     assert record.num_crashes == 1
+
+
+def test_a_record_that_is_acquitted_of_a_crash_is_no_suspect_for_it() -> None:
+    record = Record()
+    for _ in range(5):
+        record.crashed(5, 100.0)
+        record.acquit()
+    assert record.num_crashes == 5
+    record.crashed(5, 100.0)
+    assert not record.is_suspect
+    record.crashed(5, 100.0)
+    assert record.is_suspect
 
 
 def test_a_few_new_tokens_prove_a_suspect() -> None:

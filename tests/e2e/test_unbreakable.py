@@ -12,6 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
+from ds4.children import MemoryWatch
+from ds4.ring.control import ControlPage
+from ds4.ring.segment import attach_segment
 from tests.support.server import (
     DEADLINE_S,
     Running,
@@ -141,6 +144,22 @@ def test_a_stopped_worker_is_noticed_and_replaced_under_its_streams(tiny_model: 
         assert server.worker() != worker
         wait_until(lambda: ready_status(server) == 200, "readiness")
         server.says("child does not answer, killed")
+
+
+def test_it_is_noted_which_worker_somebody_killed(tiny_model: Path, tmp_path: Path) -> None:
+    if not MemoryWatch().is_clear(0.0):
+        pytest.skip("this kernel does not count its kills for want of memory")
+    shared = tmp_path / "shared"
+    with serving(tiny_model, *ENGINE, "--front-ends", "1", "--shared-dir", str(shared)) as server:
+        page = ControlPage(shared)
+        for blow, is_noted in ((signal.SIGSEGV, False), (signal.SIGKILL, True)):
+            worker = server.worker()
+            wait_until(lambda: ready_status(server) == 200, "readiness")
+            assert attach_segment(shared, writable=False).worker_pid == worker
+            os.kill(worker, blow)
+            wait_until(lambda worker=worker: worker != server.worker(), "the next one")  # type: ignore[misc]
+            assert page.killed_worker == (worker if is_noted else 0)
+        page.close()
 
 
 def test_a_stopped_front_end_is_replaced_and_the_others_serve_on(tiny_model: Path) -> None:

@@ -24,6 +24,17 @@ def test_a_change_is_seen_through_another_mapping_and_can_be_taken_back(tmp_path
         page.close()
 
 
+def test_the_supervisors_word_is_no_control(tmp_path: Path) -> None:
+    supervisor, reader = ControlPage(tmp_path), ControlPage(tmp_path)
+    before = reader.snapshot()
+    assert reader.killed_worker == 0
+    supervisor.note_killed(4711)
+    assert reader.killed_worker == 4711
+    assert reader.snapshot() == before
+    for page in (supervisor, reader):
+        page.close()
+
+
 def test_the_page_is_private_and_every_control_is_a_setting(tmp_path: Path) -> None:
     ControlPage(tmp_path).close()
     assert (tmp_path / "control").stat().st_mode & 0o777 == 0o600
