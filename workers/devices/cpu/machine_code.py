@@ -59,13 +59,13 @@ CONSTANTS: Final = {
 class MachineCode:
     """Loaded code; keeps it alive. Immutable, callable from any thread without the GIL held."""
 
-    def __init__(self, object_code: bytes, target: Target) -> None:
+    def __init__(self, code: bytes, target: Target) -> None:
         module = llvm.parse_assembly("")
         module.triple = target.triple
         # Code reaches its constants by 32-bit distances: llvmlite's memory manager reserves one range for
         # all sections, LLVM's own maps each wherever there is room.
         self._engine = llvm.create_mcjit_compiler(module, target_machine(target), use_lmm=True)
-        self._engine.add_object_file(llvm.ObjectFileRef.from_data(object_code))
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
         self._function = _FUNCTION(self._engine.get_function_address(_ENTRY))
         # Numba's convention: where to put the result and an exception; the code raises none.
@@ -81,19 +81,25 @@ class MachineCode:
 def load_machine_code(
     target: Target, spec: StepSpec, directory: Path | None, *, make: Callable[[], bytes] | None = None
 ) -> MachineCode:
+    """The code of `object_code`, for this machine. Raises ImportError without Numba."""
+    return MachineCode(object_code(target, spec, directory, make=make), target)
+
+
+def object_code(
+    target: Target, spec: StepSpec, directory: Path | None, *, make: Callable[[], bytes] | None = None
+) -> bytes:
     """From `directory` (created when missing; None: no cache) or made now. Raises ImportError without Numba."""
     path = None if directory is None else directory / f"step-{cache_key(target, spec)}.o"
-    object_code = None if path is None else _read(path)
-    if object_code is None:
-        log.info(
-            "compiling the cpu engine: once a machine, some ten seconds", extra={"isa": target.isa.value}
-        )
-        started = time.monotonic()
-        object_code = (make or (lambda: _make(target, spec)))()
-        log.info("compiled the cpu engine", extra={"seconds": round(time.monotonic() - started, 1)})
-        if path is not None:
-            _write(path, object_code)
-    return MachineCode(object_code, target)
+    found = None if path is None else _read(path)
+    if found is not None:
+        return found
+    log.info("compiling the cpu engine: once a machine, some ten seconds", extra={"isa": target.isa.value})
+    started = time.monotonic()
+    made = (make or (lambda: _make(target, spec)))()
+    log.info("compiled the cpu engine", extra={"seconds": round(time.monotonic() - started, 1)})
+    if path is not None:
+        _write(path, made)
+    return made
 
 
 def _make(target: Target, spec: StepSpec) -> bytes:
@@ -129,21 +135,21 @@ def _read(path: Path) -> bytes | None:
         raw = path.read_bytes()
     except OSError:
         return None
-    digest, object_code = raw[:_DIGEST_BYTES], raw[_DIGEST_BYTES:]
-    if hashlib.sha256(object_code).digest() != digest:
+    digest, code = raw[:_DIGEST_BYTES], raw[_DIGEST_BYTES:]
+    if hashlib.sha256(code).digest() != digest:
         log.warning("the compiled code is damaged and will be made again", extra={"path": str(path)})
         return None
-    return object_code
+    return code
 
 
-def _write(path: Path, object_code: bytes) -> None:
+def _write(path: Path, code: bytes) -> None:
     """Atomically; a directory that cannot be written only costs the next start its time."""
     name = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(object_code).digest() + object_code)
+            file.write(hashlib.sha256(code).digest() + code)
         os.replace(name, path)
     except OSError as error:
         log.info("the compiled code could not be kept: %s", error, extra={"path": str(path)})
