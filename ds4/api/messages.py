@@ -16,7 +16,7 @@ from ds4.api.errors import Failure
 from ds4.api.exchange import Exchange
 from ds4.api.sse import MARK, FrameTemplate, named_event
 from ds4.api.state import ServedModel
-from ds4.api.turns import turn_job
+from ds4.api.turns import extensions, turn_job
 from ds4.protocol.anthropic_messages import (
     AnswerBlock,
     BlockDelta,
@@ -88,12 +88,17 @@ async def count_tokens(exchange: Exchange) -> None:
 
 def _prepare(model: ServedModel, body: bytes) -> tuple[MessagesRequest, Job]:
     request = decode_messages(body)
-    return request, turn_job(model, chat_fields(request), _PARAM)
+    return request, turn_job(model, {**_extensions(body), **chat_fields(request)}, _PARAM)
 
 
 def _count(model: ServedModel, body: bytes) -> TokenCount:
-    job = turn_job(model, chat_fields(decode_count(body)), _PARAM)
+    fields = chat_fields(decode_count(body))
+    job = turn_job(model, {**_extensions(body), **fields}, _PARAM)
     return TokenCount(len(job.prompts[0]))
+
+
+def _extensions(body: bytes) -> dict[str, Any]:
+    return extensions(body, MessagesRequest, ("logprobs", "top_logprobs", "timings_per_token"))
 
 
 async def _last() -> bytes:

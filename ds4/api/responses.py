@@ -6,9 +6,9 @@ its last event goes out, so that the next request can go on from it at whichever
 
 import bisect
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
@@ -25,7 +25,7 @@ from ds4.api.response_items import ItemBuilder
 from ds4.api.response_store import Stored, StoreError
 from ds4.api.sse import named_event
 from ds4.api.state import OFF_LOOP_BYTES, FrontState, ServedModel
-from ds4.api.turns import turn_job
+from ds4.api.turns import extensions, turn_job
 from ds4.errors import ContextOverflowError, RequestError
 from ds4.protocol import openai_responses_output as out
 from ds4.protocol.openai_responses import (
@@ -48,9 +48,9 @@ _encode: Final = msgspec.json.Encoder().encode
 
 async def responses(exchange: Exchange) -> None:
     """The route."""
-    request = await exchange.prepare(decode_responses)
+    request, more = await exchange.prepare(_decoded)
     ids = ItemIds()
-    items, job = await _prepare(exchange, request, ids)
+    items, job = await _prepare(exchange, request, more, ids)
     job = await with_grammar(exchange, job)
     with open_choices(exchange, job) as choices:
         answer = _Answer(exchange, request, items, job, choices, ids)
@@ -69,12 +69,20 @@ async def responses(exchange: Exchange) -> None:
 async def response_input_tokens(exchange: Exchange) -> None:
     """How long a prompt is, with the conversation before it; never reaches the worker."""
     body = await exchange.body()
-    request = await exchange.state.compute(len(body), lambda: decode_responses(body))
-    _, job = await _prepare(exchange, request, ItemIds())
+    request, more = await exchange.state.compute(len(body), lambda: _decoded(body))
+    _, job = await _prepare(exchange, request, more, ItemIds())
     await exchange.reply(out.InputTokens(input_tokens=len(job.prompts[0])))
 
 
-async def _prepare(exchange: Exchange, request: ResponsesRequest, ids: ItemIds) -> tuple[list[Item], Job]:
+def _decoded(body: bytes) -> tuple[ResponsesRequest, dict[str, Any]]:
+    """The request, and what it has of chat's fields besides."""
+    request = decode_responses(body)
+    return request, extensions(body, ResponsesRequest, ("messages", "timings_per_token"))
+
+
+async def _prepare(
+    exchange: Exchange, request: ResponsesRequest, more: Mapping[str, Any], ids: ItemIds
+) -> tuple[list[Item], Job]:
     """The items of this turn, and what they ask of the worker. Raises RequestError, StoreError."""
     state = exchange.state
     _check_store(state, request)
@@ -84,7 +92,7 @@ async def _prepare(exchange: Exchange, request: ResponsesRequest, ids: ItemIds) 
 
     def work() -> tuple[list[Item], Job]:
         items = [_with_id(item, ids) for item in given]
-        return items, _fitting_job(state.model, request, [*history, *items], limit)
+        return items, _fitting_job(state.model, request, more, [*history, *items], limit)
 
     # How long a body is says little here: the history may be long.
     is_short = not history and isinstance(request.input, str)
@@ -114,7 +122,9 @@ async def _history(state: FrontState, previous: str | None, owner: str) -> list[
     return [item for turn in turns for item in (*stored_items(turn.input), *output_items(turn.response))]
 
 
-def _fitting_job(model: ServedModel, request: ResponsesRequest, items: Sequence[Item], limit: int) -> Job:
+def _fitting_job(
+    model: ServedModel, request: ResponsesRequest, more: Mapping[str, Any], items: Sequence[Item], limit: int
+) -> Job:
     """The job; with `truncation` auto, of as much of the conversation's end as fits.
 
     Raises RequestError, ContextOverflowError.
@@ -122,7 +132,7 @@ def _fitting_job(model: ServedModel, request: ResponsesRequest, items: Sequence[
 
     def job(cut: int) -> Job:
         rules = [item for item in items[:cut] if item.get("role") in ("system", "developer")]
-        return turn_job(model, chat_fields(request, [*rules, *items[cut:]]), _PARAM)
+        return turn_job(model, {**more, **chat_fields(request, [*rules, *items[cut:]])}, _PARAM)
 
     if request.truncation != "auto":
         return job(0)

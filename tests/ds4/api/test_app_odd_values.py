@@ -20,7 +20,7 @@ from ds4.protocol.anthropic_messages import MessagesRequest
 from ds4.protocol.llama_completion import InfillRequest, NativeRequest
 from ds4.protocol.openai_chat import ChatRequest, decode_chat
 from ds4.protocol.openai_completions import CompletionRequest
-from ds4.protocol.openai_responses import ResponsesRequest, decode_responses, input_items
+from ds4.protocol.openai_responses import ResponsesRequest, input_items
 from ds4.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from tests.support.tiny_model import write_tiny_model
 
@@ -67,8 +67,8 @@ _VALUES: Final[tuple[Any, ...]] = (
 
 
 def _responses(model: ServedModel, body: bytes) -> object:
-    request = decode_responses(body)
-    return responses._fitting_job(model, request, input_items(request), model.max_context_tokens)
+    request, more = responses._decoded(body)
+    return responses._fitting_job(model, request, more, input_items(request), model.max_context_tokens)
 
 
 Asked = Callable[[ServedModel, bytes], object]
@@ -81,6 +81,8 @@ _ROUTES: Final[dict[str, tuple[type[msgspec.Struct], dict[str, Any], Asked]]] = 
     ),
     "completions": (CompletionRequest, {"prompt": "x"}, completions._prepare),
     "messages": (MessagesRequest, {**_CHAT, "max_tokens": 5}, messages._prepare),
+    "chat's in messages": (ChatRequest, {**_CHAT, "max_tokens": 5}, messages._prepare),
+    "chat's in responses": (ChatRequest, {"input": "x"}, _responses),
     "responses": (ResponsesRequest, {"input": "x"}, _responses),
     "completion": (NativeRequest, {"prompt": "x"}, native._prepare),
     "infill": (InfillRequest, {"input_prefix": "x", "input_suffix": "y"}, native._prepare_infill),

@@ -172,6 +172,36 @@ def test_an_answer_that_has_begun_goes_on_right_there(tmp_path: Path) -> None:
     with_front(tmp_path, scenario)
 
 
+def test_chats_own_fields_mean_the_same_here_or_are_refused(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        fields: dict[str, Any] = {
+            "typical_p": 0.5,
+            "logit_bias": {"5": 2},
+            "stop": "lo",
+            "n": 1,
+            "stream_options": {},
+        }
+        answer = (await _post(front, **fields)).json()
+        assert (answer["content"][0]["text"], answer["stop_sequence"]) == ("hel", "lo")
+        own = (await _post(front, stop="lo", stop_sequences=["wor"])).json()
+        assert own["content"][0]["text"] == "hello ", "the dialect's own field wins"
+        assert front.worker is not None
+        sampling = front.worker.requests[0].request.sampling
+        assert (sampling.typical_p, sampling.logit_bias) == (0.5, ((5, 2.0),))
+        for refused in (
+            {"n": 2},
+            {"best_of": 3},
+            {"logprobs": True},
+            {"timings_per_token": True},
+            {"mirostat": 1},
+        ):
+            response = await _post(front, **refused)
+            assert response.status_code == 400
+            assert response.json()["error"]["message"].startswith(next(iter(refused)))
+
+    with_front(tmp_path, scenario)
+
+
 def test_errors_have_anthropics_form_on_its_routes(tmp_path: Path) -> None:
     async def scenario(front: Front) -> None:
         key = {"x-api-key": "k", "anthropic-version": "2023-06-01"}

@@ -337,6 +337,28 @@ def test_references_stand_for_what_was_answered(tmp_path: Path) -> None:
     with_front(tmp_path, scenario, _CALL)
 
 
+def test_chats_own_fields_mean_the_same_here_or_are_refused(tmp_path: Path) -> None:
+    async def scenario(front: Front) -> None:
+        await _answer(front, typical_p=0.5, min_tokens=2, ignore_eos=True, max_tokens=3)
+        assert front.worker is not None
+        asked = front.worker.requests[0].request
+        assert (asked.sampling.typical_p, asked.min_tokens, asked.max_tokens) == (0.5, 2, 3)
+        await _answer(front, max_tokens=3, max_output_tokens=4)
+        assert front.worker.requests[1].request.max_tokens == 4, "the dialect's own field wins"
+        all_refused: list[dict[str, Any]] = [
+            {"n": 2},
+            {"messages": []},
+            {"mirostat": 1},
+            {"prompt_logprobs": 1},
+        ]
+        for refused in all_refused:
+            response = await _post(front, **refused)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == next(iter(refused))
+
+    with_front(tmp_path, scenario)
+
+
 def test_only_allowed_tools_are_shown_and_the_choice_comes_back(tmp_path: Path) -> None:
     async def scenario(front: Front) -> None:
         choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "look"}]}
