@@ -16,13 +16,20 @@ Rules, on both:
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from numpy.typing import DTypeLike, NDArray
 
 from workers.kernels.sources import Kernel
 
-__all__ = ["Argument", "Backend", "DeviceArray", "Event", "Graph", "Kernel"]
+__all__ = ["Argument", "Backend", "DeviceArray", "Event", "Graph", "Kernel", "taken_bytes"]
+
+PIECE_BYTES: Final = 2 << 20  # in which the driver maps device memory; small arrays share one
+
+
+def taken_bytes(num_bytes: int) -> int:
+    """What an array of that size takes of the device's memory."""
+    return num_bytes if num_bytes < PIECE_BYTES // 2 else -(-num_bytes // PIECE_BYTES) * PIECE_BYTES
 
 
 class DeviceArray(Protocol):

@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from workers.devices.cuda.backend import taken_bytes
 from workers.devices.cuda.dense import dense_bytes
 from workers.devices.cuda.weights import runs_of_one_type
 from workers.devices.interface import Limits
@@ -55,7 +56,7 @@ class BufferSizes(msgspec.Struct, frozen=True):
     @property
     def total(self) -> int:
         """All of them."""
-        return sum(getattr(self, name) for name in self.__struct_fields__)
+        return sum(taken_bytes(getattr(self, name)) for name in self.__struct_fields__)
 
 
 def _tile_shapes(program: Program) -> set[tuple[int, int]]:

@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from workers.devices.cuda.backend import Backend, DeviceArray
+from workers.devices.cuda.backend import Backend, DeviceArray, taken_bytes
 from workers.devices.cuda.weights import DeviceMatrix, pair_type, runs_of_one_type, stored_type
 from workers.devices.interface import Limits
 from workers.kernels import catalogue
@@ -35,7 +35,7 @@ class _Scratch(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.both
+        return sum(map(taken_bytes, (self.weights, self.activations, self.both)))
 
 
 def _shapes(operation: Operation) -> list[tuple[int, int]]:
@@ -68,7 +68,7 @@ def _scratch(program: Program, limits: Limits) -> _Scratch:
 def copy_bytes(program: Program) -> int:
     """Device memory of bfloat16 copies of all matrices that may be multiplied by the library."""
     return sum(
-        2 * outputs * inputs
+        taken_bytes(2 * outputs * inputs)
         for operation in program.operations
         if may_be_dense(operation)
         for outputs, inputs in _shapes(operation)

@@ -10,6 +10,7 @@ import msgspec
 
 from ds4.config import Settings
 from ds4.errors import ConfigError
+from workers.devices.cuda.backend import PIECE_BYTES
 from workers.devices.interface import PAGE_TOKENS, Limits
 from workers.devices.limits import Need, compute_limits, page_bytes
 from workers.model.program import Dimensions
@@ -67,9 +68,12 @@ def plan_memory(
     asked = -(-settings.kv_cache_tokens // PAGE_TOKENS) * page_bytes(sizes, kv_value_bytes)
     if copy_bytes > min(_COPY_SHARE * left, left - asked):
         copy_bytes = 0
+    unused = (
+        2 * sizes.num_layers * PIECE_BYTES
+    )  # at the ends of each layer's keys and values, and nobody's page
     need = Need(
         weight_bytes=weight_bytes,
-        buffer_bytes=buffer_bytes + copy_bytes,
+        buffer_bytes=buffer_bytes + copy_bytes + unused,
         kv_value_bytes=kv_value_bytes,
         kv_share=1.0,
         max_kv_contexts=_MAX_KV_CONTEXTS,

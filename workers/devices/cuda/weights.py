@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds4.ggml_types import GgmlType
-from workers.devices.cuda.backend import Backend, DeviceArray
+from workers.devices.cuda.backend import Backend, DeviceArray, taken_bytes
 from workers.model.program import (
     DownMatmul,
     Embed,
@@ -119,9 +119,8 @@ def weight_bytes(program: Program) -> int:
                 found[tensor.name] = 4 * tensor.shape[0]
                 continue
             kind = stored_type(tensor) if pair is None else pair
-            found[tensor.name] = _matrix_bytes(kind, *tensor.shape) + TILE_OUTPUTS * row_bytes(
-                kind, tensor.shape[1]
-            )
+            padding = TILE_OUTPUTS * row_bytes(kind, tensor.shape[1])
+            found[tensor.name] = taken_bytes(_matrix_bytes(kind, *tensor.shape) + padding)
     return sum(found.values())
 
 

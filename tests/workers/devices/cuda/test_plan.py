@@ -6,6 +6,7 @@ import pytest
 
 from ds4.config import Settings
 from ds4.errors import ConfigError
+from workers.devices.cuda.backend import taken_bytes
 from workers.devices.cuda.plan import RESERVE_BYTES, MemoryPlan, plan_memory
 from workers.model.program import Dimensions
 
@@ -47,7 +48,13 @@ def plan(
 def test_the_cache_takes_all_that_the_fraction_leaves() -> None:
     made = plan(Settings(gpu_memory_fraction=0.75), total=16 * GIB)
     assert made.budget_bytes == 12 * GIB
-    assert made.limits.num_pages * PAGE == made.kv_bytes == 6 * GIB
+    ends = 64 * 2 * MIB  # each layer's keys, and values, end somewhere in a piece of the driver's
+    assert made.limits.num_pages * PAGE == made.kv_bytes == 6 * GIB - ends
+
+
+def test_large_arrays_take_whole_pieces_and_small_ones_share() -> None:
+    sizes = (100, MIB - 1, MIB, 2 * MIB, 2 * MIB + 1)
+    assert [taken_bytes(size) for size in sizes] == [100, MIB - 1, 2 * MIB, 2 * MIB, 4 * MIB]
 
 
 def test_everything_fits_what_others_left_free() -> None:
@@ -101,4 +108,4 @@ def test_the_plan_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         plan(Settings(gpu_memory_fraction=0.75), total=16 * GIB)
     (record,) = [record for record in caplog.records if record.getMessage() == "GPU memory plan"]
     shown = record.__dict__
-    assert (shown["budget_mib"], shown["weights_mib"], shown["kv_cache_mib"]) == (12288, 5120, 6144)
+    assert (shown["budget_mib"], shown["weights_mib"], shown["kv_cache_mib"]) == (12288, 5120, 6144 - 128)
