@@ -255,8 +255,7 @@ def _operation(operation: Operation, schemas: dict[int, Any]) -> dict[str, Any]:
         if operation.text:
             content[operation.text] = {"schema": {"type": "string"}}
         if operation.events is not None:
-            # Each event's data; where the dialect ends its streams with [DONE], that text comes last.
-            content["text/event-stream"] = {"schema": schemas[id(operation.events)]}
+            content["text/event-stream"] = {"schema": _event(schemas[id(operation.events)])}
         answers["200"] = {"description": "Done.", "content": content}
     for status in operation.errors:
         if not (operation.is_open and status == 401):
@@ -264,6 +263,16 @@ def _operation(operation: Operation, schemas: dict[int, Any]) -> dict[str, Any]:
             answers[str(status)] = {"description": _TEXTS[status], "content": content}
     out["responses"] = answers
     return out
+
+
+def _event(schema: Any) -> dict[str, Any]:
+    """An event as OpenAPI describes one. Where the dialect ends its streams with [DONE], that text comes last."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+    return {
+        "type": "object",
+        "properties": {"event": {"type": "string"}, "data": data},
+        "required": ["data"],
+    }
 
 
 def _json(schema: Any) -> dict[str, Any]:

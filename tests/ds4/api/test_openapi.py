@@ -66,7 +66,8 @@ def _check(response: httpx.Response, path: str, status: int = 200) -> None:
         events = parse_named(response.content) if is_named else parse_events(response.content)
         for event in events:
             if event != "[DONE]":
-                _validator(content[kind]["schema"]).validate(event)
+                data = content[kind]["schema"]["properties"]["data"]
+                _validator(data["contentSchema"]).validate(event)
     elif kind == "application/json":
         _validator(content[kind]["schema"]).validate(response.json())
     else:
