@@ -51,8 +51,7 @@ _log = logging.getLogger(__name__)
 _RETRY_S: Final = 0.05  # between attempts to hand a resumed request to a worker that is there but full
 _COUNT_EVERY_S: Final = 0.1
 WORKER_GAP_S: Final = 5.0  # between two workers, so long that most are not noticed by who comes then
-# Endings after which the same request can succeed on the next worker.
-_WORKER_LOST: Final = frozenset({ErrorCode.DEVICE, ErrorCode.SHUTTING_DOWN})
+_WORKER_LOST: Final = frozenset({ErrorCode.DEVICE, ErrorCode.SHUTTING_DOWN})  # the next worker may succeed
 _QUARANTINED: Final = "the worker crashed each time it worked on this request, which is not tried again"
 
 
@@ -327,7 +326,8 @@ class Generation:
                 except WorkerLostError as loss:
                     tokens, end = [], None
                     lost, worker_pid = str(loss), loss.worker_pid
-                    crashed = loss.crashed and (self._has_turn or not loss.is_explained)
+                    is_cleared = loss.is_explained and self._record.is_proved(len(self._tokens))
+                    crashed = loss.crashed and (self._has_turn or not is_cleared)
                 else:
                     self._tokens.extend([token.token_id for token in tokens])
                     if end is None:
@@ -384,6 +384,7 @@ class Generation:
             self._record.acquit()
             is_alone = False
         if not is_last:
+            self._leave_turn()  # the others come first: it may have been somebody new
             return
         if not is_alone:
             message = f"the worker was lost ({why}) and the request was resumed too often"
@@ -403,7 +404,7 @@ class Generation:
             self._turn = None
 
     async def _submit_again(self, request: GenerationRequest, prompt: NDArray[np.uint32]) -> RingStream:
-        """Onto the ring; a suspect only in its turn, which it keeps until it is proved or lost."""
+        """Onto the ring; a suspect only in its turn, which it keeps until it is proved or the worker crashes."""
         crash, self._crash = self._crash, None
         if crash is not None:
             await self._judge(*crash)

@@ -6,8 +6,9 @@ directory. Runs in: front ends. Source: ours.
 A crash happens among many requests, and mostly none of them is to blame. So after a first crash all are
 resumed at once. Who was there at a second one as well is a suspect: suspects go on one at a time, over
 all front ends, each until it has proved itself by a few new tokens. What kills the worker while it has
-the turn is alone to blame, whoever else was in flight, and soon runs out of attempts. Its prompt is
-remembered for a while, so that a client that tries again cannot go on with it. A worker that somebody killed
+the turn is to blame and soon runs out of attempts; its prompt is remembered for a while, so that a client that
+tries again cannot go on with it. The others in flight then are cleared if they had proved themselves: who is
+new may be a second one of the kind, and would else spoil one turn after the other. A worker that somebody killed
 from outside costs an attempt and makes nobody a suspect.
 """
 

@@ -159,6 +159,42 @@ def test_whoever_had_its_turn_when_somebody_killed_the_worker_is_not_quarantined
     run(scenario)
 
 
+def test_who_is_new_at_a_crash_in_anothers_turn_is_not_cleared_by_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        client = EngineClient(Settings(slots_per_front_end=8), tmp_path, tokenizer_hash=_HASH)
+        await client.start()
+
+        def start_worker() -> ScriptedWorker:
+            made = ScriptedWorker(tmp_path, _HASH, lambda request, prompt: _SAID)
+            made.hold_after(1)
+            return made.start()
+
+        worker = start_worker()
+        await client.ring.wait_attached()
+        suspect = client.generate(GenerationRequest(max_tokens=100), [1, 2])
+        reading = [asyncio.ensure_future(_read_all(suspect))]
+        try:
+            for _ in range(2):
+                held = worker
+                await until(lambda held=held: len(held.requests) == 1)  # type: ignore[misc]
+                worker.stop()
+                worker = start_worker()
+            await until(lambda: len(worker.requests) == 1)  # its turn
+            new = client.generate(GenerationRequest(max_tokens=100), [1, 3])
+            reading.append(asyncio.ensure_future(_read_all(new)))
+            await until(lambda: new.num_generated == 1)
+            worker.stop()
+            worker = start_worker()
+            worker.release()
+            assert await asyncio.gather(*reading) == [_SAID] * 2
+            assert [one._record.num_crashes for one in (suspect, new)] == [3, 1]
+        finally:
+            await client.close()
+            worker.stop()
+
+    run(scenario)
+
+
 def test_a_record_forgives_what_was_followed_by_long_running() -> None:
     record = Record()
     record.crashed(5, 100.0)
