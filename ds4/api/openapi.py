@@ -102,6 +102,7 @@ _RESPONSE_COUNT: Final = (
     responses.ResponsesRequest,
     responses_output.InputTokens,
 )
+_ENDING: Final = (chat.ChatChunk, completions.Completion)  # events of streams that end with [DONE]
 _STORED: Final = "/v1/responses/{id}"
 
 OPERATIONS: Final[Sequence[Operation]] = (
@@ -255,7 +256,9 @@ def _operation(operation: Operation, schemas: dict[int, Any]) -> dict[str, Any]:
         if operation.text:
             content[operation.text] = {"schema": {"type": "string"}}
         if operation.events is not None:
-            content["text/event-stream"] = {"schema": _event(schemas[id(operation.events)])}
+            content["text/event-stream"] = {
+                "schema": _event(schemas[id(operation.events)], ends=operation.events in _ENDING)
+            }
         answers["200"] = {"description": "Done.", "content": content}
     for status in operation.errors:
         if not (operation.is_open and status == 401):
@@ -265,9 +268,10 @@ def _operation(operation: Operation, schemas: dict[int, Any]) -> dict[str, Any]:
     return out
 
 
-def _event(schema: Any) -> dict[str, Any]:
-    """An event as OpenAPI describes one. Where the dialect ends its streams with [DONE], that text comes last."""
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+def _event(schema: Any, *, ends: bool) -> dict[str, Any]:
+    """An event as OpenAPI describes one; `ends`: the last is the text [DONE]."""
+    chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+    data = {"anyOf": [chunk, {"const": "[DONE]"}]} if ends else chunk
     return {
         "type": "object",
         "properties": {"event": {"type": "string"}, "data": data},

@@ -64,10 +64,12 @@ def _check(response: httpx.Response, path: str, status: int = 200) -> None:
     if kind == "text/event-stream":
         is_named = response.content.startswith(b"event: ")
         events = parse_named(response.content) if is_named else parse_events(response.content)
+        data = content[kind]["schema"]["properties"]["data"]
+        chunk, *end = data.get("anyOf", [data])
+        assert end == ([{"const": events[-1]}] if events[-1] == "[DONE]" else [])
         for event in events:
             if event != "[DONE]":
-                data = content[kind]["schema"]["properties"]["data"]
-                _validator(data["contentSchema"]).validate(event)
+                _validator(chunk["contentSchema"]).validate(event)
     elif kind == "application/json":
         _validator(content[kind]["schema"]).validate(response.json())
     else:
