@@ -9,5 +9,6 @@ take(
     without=(
         "test_copies_that_are_kept_give_the_same_bits_and_are_made_once",
         "test_a_gpu_without_the_library_uses_its_own_kernels",
+        "test_what_is_bfloat16_already_is_neither_copied_nor_brought_to_it",
     ),
 )

@@ -1,7 +1,8 @@
-"""Prompt chunks of many rows: a quantised matrix is dequantised and multiplied by cuBLAS.
+"""Prompt chunks of many rows: a matrix is brought to bfloat16 and multiplied by cuBLAS.
 
 Where the memory plan finds room, every such matrix keeps a bfloat16 copy; else it is dequantised into scratch memory
-each time, which costs as much as some hundred rows do.
+each time, which costs as much as some hundred rows do. What is bfloat16 already is taken as it is, and F32 stays with
+its own kernels: who keeps such weights wants their precision.
 
 Owns: the scratch memory and the copies. Runs in: the worker's thread, in steps outside any graph. Source: gpu.md: from some
 hundred rows on, the library's products on bfloat16 outrun ours on int8 by more than dequantising costs.
@@ -16,12 +17,12 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from ds4.ggml_types import GgmlType
 from workers.devices.cuda.backend import Backend, DeviceArray, taken_bytes
 from workers.devices.cuda.weights import DeviceMatrix, pair_type, runs_of_one_type, stored_type
 from workers.devices.interface import Limits
 from workers.kernels import catalogue
 from workers.model.program import DownMatmul, GateUpMatmul, Operation, OutputMatmul, Program, QkvMatmul
-from workers.quant.repack import FLOAT_TYPES
 
 DENSE_ROWS: Final = 256  # an estimate until it is measured: dequantising costs as much as some hundred rows
 
@@ -38,28 +39,35 @@ class _Scratch(msgspec.Struct, frozen=True):
         return sum(map(taken_bytes, (self.weights, self.activations, self.both)))
 
 
-def _shapes(operation: Operation) -> list[tuple[int, int]]:
-    """(outputs, inputs) of the matrices that the operation may multiply by the library."""
+def is_taken(kind: GgmlType) -> bool:
+    """Whether the library multiplies weights of this type."""
+    return kind is not GgmlType.F32
+
+
+def _shapes(operation: Operation) -> list[tuple[int, int, GgmlType]]:
+    """(outputs, inputs, type) of the matrices that the operation may multiply by the library."""
     match operation:
         case QkvMatmul():
             runs = runs_of_one_type((operation.q, operation.k, operation.v))
             return [
-                (sum(part.shape[0] for part in run), run[0].shape[1])
+                (sum(part.shape[0] for part in run), run[0].shape[1], stored_type(run[0]))
                 for run in runs
-                if stored_type(run[0]) not in FLOAT_TYPES
+                if is_taken(stored_type(run[0]))
             ]
-        case OutputMatmul() | DownMatmul() if stored_type(operation.weight) not in FLOAT_TYPES:
-            return [(operation.weight.shape[0], operation.weight.shape[1])]
-        case GateUpMatmul() if pair_type(operation.gate, operation.up) not in FLOAT_TYPES:
-            return [(-(-operation.gate.shape[0] // 8) * 16, operation.gate.shape[1])]
+        case OutputMatmul() | DownMatmul() if is_taken(kind := stored_type(operation.weight)):
+            return [(operation.weight.shape[0], operation.weight.shape[1], kind)]
+        case GateUpMatmul() if is_taken(kind := pair_type(operation.gate, operation.up)):
+            return [(-(-operation.gate.shape[0] // 8) * 16, operation.gate.shape[1], kind)]
     return []
 
 
 def _scratch(program: Program, limits: Limits) -> _Scratch:
     weights = inputs = pairs = 0
     for operation in program.operations:
-        for outputs, size in _shapes(operation):
-            weights, inputs = max(weights, outputs * size), max(inputs, size)
+        for outputs, size, kind in _shapes(operation):
+            inputs = max(inputs, size)
+            if kind is not GgmlType.BF16:
+                weights = max(weights, outputs * size)
             if isinstance(operation, GateUpMatmul):
                 pairs = max(pairs, outputs)
     return _Scratch(2 * weights, 2 * limits.max_rows * inputs, 4 * limits.max_rows * pairs)
@@ -71,7 +79,8 @@ def copy_bytes(program: Program) -> int:
         taken_bytes(2 * outputs * inputs)
         for operation in program.operations
         if may_be_dense(operation)
-        for outputs, inputs in _shapes(operation)
+        for outputs, inputs, kind in _shapes(operation)
+        if kind is not GgmlType.BF16
     )
 
 
@@ -111,7 +120,9 @@ class DenseProducts:
 
     def with_copy(self, matrix: DeviceMatrix) -> DeviceMatrix:
         """The matrix with what it keeps for its products. Raises MemoryError."""
-        if not self._keeps_copies or matrix.is_float:
+        if matrix.ggml_type is GgmlType.BF16:
+            return msgspec.structs.replace(matrix, dense=matrix.data)
+        if not self._keeps_copies or not is_taken(matrix.ggml_type):
             return matrix
         copy = self._backend.allocate((matrix.num_weight_rows, matrix.num_inputs), np.uint16)
         self._dequantise(matrix, copy)

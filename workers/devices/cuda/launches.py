@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from workers.devices.cuda.backend import Argument, Backend, DeviceArray
 from workers.devices.cuda.buffers import HALF_BYTES, SPLIT_ROWS, buffer_sizes, split_tokens
-from workers.devices.cuda.dense import DenseProducts, may_be_dense
+from workers.devices.cuda.dense import DenseProducts, is_taken, may_be_dense
 from workers.devices.cuda.inputs import Block
 from workers.devices.cuda.shapes import check_shape, read_matrices, rounds_activations
 from workers.devices.cuda.weights import DeviceMatrix, Weights, runs_of_one_type, stored_type
@@ -206,12 +206,12 @@ class Launches:
             own_bias = None if bias is None else bias.part(4 * offset, matrix.num_outputs, np.float32)
             products.append((matrix, offset, own_bias))
             offset += matrix.num_outputs
-        may, has_quantised = may_be_dense(operation), not all(matrix.is_float for matrix, _, _ in products)
+        may, has_taken = may_be_dense(operation), any(is_taken(matrix.ggml_type) for matrix, _, _ in products)
         assert offset == (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_size
 
         def launch(block: Block) -> None:
             dense = self._dense if may and block.is_dense else None
-            if dense is not None and has_quantised:
+            if dense is not None and has_taken:
                 dense.bring(self._normed, block.num_rows, sizes.hidden_size)
             for matrix, start, own_bias in products:
                 self._multiply(
@@ -329,11 +329,9 @@ class Launches:
         self, matrix: DeviceMatrix, source: DeviceArray, block: Block, halves: int
     ) -> tuple[DeviceArray, DeviceArray]:
         """Queue what brings rows into the form that a product with `matrix` takes. Returns values and records."""
-        if matrix.is_float:
-            pass
-        elif self._dense is not None and block.is_dense:
+        if self._dense is not None and block.is_dense and is_taken(matrix.ggml_type):
             self._dense.bring(source, block.num_rows, matrix.num_inputs)
-        else:
+        elif not matrix.is_float:
             self._launch(
                 catalogue.quantise(block.num_rows),
                 *(source, matrix.num_inputs, self._values, self._records),
@@ -376,7 +374,7 @@ class Launches:
                 )
                 return
             dense = self._dense if block.is_dense else None
-            if dense is not None and not matrix.is_float:
+            if dense is not None and is_taken(matrix.ggml_type):
                 dense.bring(self._normed, block.num_rows, matrix.num_inputs)
             self._multiply(
                 matrix,
@@ -439,15 +437,7 @@ class Launches:
         all_values, all_records = rounded or (self._values, self._records)
         kind = int(matrix.ggml_type)
         target = (out, stride, offset, matrix.data)
-        if matrix.is_float:
-            float_variant = catalogue.default_float_variant(num_rows, batch_invariant=self._batch_invariant)
-            self._launch(
-                catalogue.float_matmul(kind, float_variant, num_rows, matrix.num_weight_rows),
-                *(*target, bias, matrix.num_outputs, matrix.num_weight_rows, matrix.num_inputs),
-                *(floats, num_rows, epilogue),
-            )
-            return
-        if dense is not None:
+        if dense is not None and is_taken(matrix.ggml_type):
             multiplies = self._recorded is None
             dense.multiply(
                 *(matrix, out, num_rows),
@@ -455,6 +445,14 @@ class Launches:
                 offset=offset,
                 epilogue=epilogue,
                 multiplies=multiplies,
+            )
+            return
+        if matrix.is_float:
+            float_variant = catalogue.default_float_variant(num_rows, batch_invariant=self._batch_invariant)
+            self._launch(
+                catalogue.float_matmul(kind, float_variant, num_rows, matrix.num_weight_rows),
+                *(*target, bias, matrix.num_outputs, matrix.num_weight_rows, matrix.num_inputs),
+                *(floats, num_rows, epilogue),
             )
             return
         sizes = (matrix.num_outputs, matrix.num_tiles, matrix.num_units)

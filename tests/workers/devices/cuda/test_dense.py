@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -42,7 +43,9 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("Q8_0", TinyShape(), 8),
         ("Q4_1", TinyShape(ffn_size=160, num_layers=1), 4),
         ("Q8_0", TinyShape(biases=True), 6),  # queries, keys and values with a bias go the usual way
-        ("F16", TinyShape(), 0),  # float weights have kernels of their own
+        ("F16", TinyShape(), 8),
+        ("BF16", TinyShape(biases=True), 6),
+        ("F32", TinyShape(), 0),  # whose precision it would cost
     ],
 )
 def test_large_chunks_agree_with_the_reference(
@@ -61,7 +64,9 @@ def _itself(backend: EmulatorBackend) -> EmulatorBackend:
     return backend
 
 
-@pytest.mark.parametrize(("quant", "shape"), [("Q8_0", TinyShape()), ("Q4_1", TinyShape(biases=True))])
+@pytest.mark.parametrize(
+    ("quant", "shape"), [("Q8_0", TinyShape()), ("Q4_1", TinyShape(biases=True)), ("F16", TinyShape())]
+)
 def test_copies_that_are_kept_give_the_same_bits_and_are_made_once(
     tmp_path: Path, quant: str, shape: TinyShape
 ) -> None:
@@ -83,6 +88,17 @@ def test_copies_that_are_kept_give_the_same_bits_and_are_made_once(
     scratch = _scratch(program, limits).weights
     assert allocated[1] - allocated[0] == copy_bytes(program) - scratch
     assert launched[0] - launched[1] == (6 if shape.biases else 8)  # one for each product
+
+
+def test_what_is_bfloat16_already_is_neither_copied_nor_brought_to_it(tmp_path: Path) -> None:
+    program = tiny_program(tmp_path, "BF16")
+    assert copy_bytes(program) == 0
+    assert _scratch(program, small_limits(max_seats=8)).weights == 0
+    with pair(program, make_backend=EmulatorBackend, dense_rows=16, keeps_copies=True) as both:
+        block = msgspec.structs.replace(both.cuda._inputs.example(16, 1), is_dense=True)
+        launched = {kernel.entry for kernel in both.cuda._launches.kernels([block])}
+        assert "to_bfloat16" in launched
+        assert "dequantise" not in launched
 
 
 def test_decode_rows_never_go_through_the_library(tmp_path: Path, products: list[str]) -> None:
