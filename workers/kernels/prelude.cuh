@@ -43,26 +43,6 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const u32 (&a)[4], const
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #endif
 }
-__device__ __forceinline__ void mma_s8_k32(int (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-#ifdef CUDA_ON_CPU
-  emulator::multiply<emulator::Byte, 32>(d, a, b, "mma.m16n8k32.s8");
-#else
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-#endif
-}
-__device__ __forceinline__ void mma_s8_k16(int (&d)[4], const u32 (&a)[2], const u32 (&b)[1]) {
-#ifdef CUDA_ON_CPU
-  emulator::multiply<emulator::Byte, 16>(d, a, b, "mma.m16n8k16.s8");
-#else
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(b[0]));
-#endif
-}
 // The nearest value with a 10-bit mantissa, ties away from zero.
 __device__ __forceinline__ u32 to_tf32(float v) {
 #ifdef CUDA_ON_CPU

@@ -1,7 +1,7 @@
 // The matrix instructions of a warp, with the fragment layouts of the PTX manual.
 //
 // Owns: nothing beyond the warp's operand store. Runs in: as `fibers.h`. Source: PTX ISA, sections on
-// mma.m16n8k8, .m16n8k16, .m16n8k32 and ldmatrix. Sums run along k in ascending order from the accumulator;
+// mma.m16n8k8, .m16n8k16 and ldmatrix. Sums run along k in ascending order from the accumulator;
 // a GPU may round differently within one instruction, so results agree to tolerances, not to bits.
 #pragma once
 #include "fibers.h"
@@ -17,23 +17,11 @@ template <class To, class From> static inline To same_bits(From v) {
 
 struct Half {  // two in a register
   static constexpr int PER_WORD = 2;
-  using Sum = float;
   static float get(uint32_t word, int i) { return (float)same_bits<_Float16>((uint16_t)(word >> 16 * i)); }
-};
-struct Brain {
-  static constexpr int PER_WORD = 2;
-  using Sum = float;
-  static float get(uint32_t word, int i) { return same_bits<float>((word >> 16 * i) << 16); }
 };
 struct Tensor32 {  // the instruction ignores the low 13 bits
   static constexpr int PER_WORD = 1;
-  using Sum = float;
   static float get(uint32_t word, int) { return same_bits<float>(word & 0xFFFFE000u); }
-};
-struct Byte {
-  static constexpr int PER_WORD = 4;
-  using Sum = int32_t;
-  static int32_t get(uint32_t word, int i) { return (int8_t)(word >> 8 * i); }
 };
 
 // d[16][8] += a[16][K] * b[K][8]. Lane 4g+t holds: of a, word r: row g + 8 (r & 1), inputs
@@ -48,7 +36,7 @@ static inline void multiply(D (&d)[4], const uint32_t (&a)[A], const uint32_t (&
   memcpy(w.operands[lane] + 4, b, 4 * B);
   memcpy(w.sums[lane], d, 16);
   meet_warp(~0u, 100 + K + T::PER_WORD, what, 0, [&w](uint64_t*) {
-    typename T::Sum left[16][K], right[8][K], sums[16][8];
+    float left[16][K], right[8][K], sums[16][8];
     constexpr int P = T::PER_WORD;
     for (int l = 0; l < 32; ++l) {
       const int g = l >> 2, t = l & 3;
@@ -60,7 +48,7 @@ static inline void multiply(D (&d)[4], const uint32_t (&a)[A], const uint32_t (&
     }
     for (int i = 0; i < 16; ++i)
       for (int j = 0; j < 8; ++j) {
-        typename T::Sum s = sums[i][j];
+        float s = sums[i][j];
         for (int k = 0; k < K; ++k) s += left[i][k] * right[j][k];
         sums[i][j] = s;
       }
