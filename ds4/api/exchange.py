@@ -105,7 +105,7 @@ class Exchange:
         return result
 
     def take(self, num_sequences: int, num_tokens: int) -> None:
-        """Count a request of so many sequences and prompt tokens, once. Raises KeyLimitError."""
+        """Count a request of so many sequences and prompt tokens, once. Raises KeyLimitError, RequestError."""
         if not self._num_taken:
             self.state.limits.take(self.tenant, num_sequences, num_tokens)
             self._num_taken, self._tokens_taken = num_sequences, num_tokens

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from ds4.api.errors import KeyLimitError
 from ds4.api.keys import Tenant
-from ds4.errors import RingError
+from ds4.errors import RequestError, RingError
 from ds4.metrics import MAX_FRONT_ENDS
 from ds4.ring.fence import process_fence
 from ds4.ring.liveness import FIRST_FRONT_END_BYTE, Leases
@@ -99,10 +99,19 @@ class KeyLimits:
             self._leases = None
 
     def take(self, tenant: Tenant, num_sequences: int, num_tokens: int) -> None:
-        """Begin a request of so many sequences and prompt tokens. Raises KeyLimitError."""
+        """Begin a request of so many sequences and prompt tokens. Raises KeyLimitError, and RequestError for
+        more sequences than could ever run.
+        """
         start = self._starts.get(tenant.number)
         if start is None:
             return
+        if 0 < tenant.max_concurrent < num_sequences:
+            raise RequestError(
+                f"this API key may have {tenant.max_concurrent} concurrent requests (max_concurrent), and this "
+                f"one alone counts as {num_sequences}; ask for fewer choices or prompts",
+                param="n",
+                code="invalid_value",
+            )
         has_turn = self._wait_for_turn(start)
         self._words[self._own + start] += num_sequences
         try:

@@ -12,6 +12,7 @@ from ds4.api import key_limits
 from ds4.api.errors import KeyLimitError
 from ds4.api.key_limits import _FLAG, PERIOD_S, KeyLimits
 from ds4.api.keys import Tenant
+from ds4.errors import RequestError
 from ds4.ring.fence import process_fence
 from ds4.ring.liveness import FIRST_FRONT_END_BYTE, Leases
 from tests.support.front_rig import Front, until, with_front
@@ -70,6 +71,13 @@ def test_concurrent_requests_count_over_all_front_ends(places: Places) -> None:
     with pytest.raises(KeyLimitError):
         second.take(ALICE, 4, 1)
     second.take(ALICE, 3, 1)
+
+
+def test_what_could_never_run_is_not_told_to_come_back(places: Places) -> None:
+    limits = places.enter(0)
+    with pytest.raises(RequestError, match=r"4 concurrent requests \(max_concurrent\).*counts as 5"):
+        limits.take(ALICE, 5, 1)
+    limits.take(ALICE, 4, 1)
 
 
 def test_of_two_that_compete_for_what_is_left_one_gets_it(
@@ -211,7 +219,13 @@ def test_the_tenant_reaches_the_worker_with_its_weight(tmp_path: Path) -> None:
 
 def test_a_refusal_names_the_limit_and_when_to_come_again(tmp_path: Path) -> None:
     async def scenario(front: Front) -> None:
-        response = await _ask(front, "sk-alice", n=3)
+        never = await _ask(front, "sk-alice", n=3)
+        assert (never.status_code, "retry-after" in never.headers) == (400, False)
+        assert "max_concurrent" in never.text
+        (alice,) = (tenant for tenant in front.state.keys.values() if tenant.name == "alice")
+        front.state.limits.take(alice, 1, 1)
+        response = await _ask(front, "sk-alice", n=2)
+        front.state.limits.give_back(alice, 1)
         assert response.status_code == 429
         error = response.json()["error"]
         assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
