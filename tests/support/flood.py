@@ -104,11 +104,7 @@ class Caller(asyncio.Protocol):
         """More of the answer."""
         now_s = time.monotonic()
         if self._is_streaming:
-            if self._heard_s:
-                self._tally.gaps_s.append(now_s - self._heard_s)
-            else:
-                self._tally.first_s.append(now_s - self._asked_s)
-            self._heard_s = now_s
+            self._heard(data, now_s)
             self._seen = self._seen[-64:] + data
             if self._seen.endswith(_LAST_CHUNK):
                 self._ended(200)
@@ -121,15 +117,24 @@ class Caller(asyncio.Protocol):
         self._is_last = b"connection: close" in head.lower()
         if status == 200:
             self._is_streaming = True
-            self._heard_s = 0.0
-            if body.count(b"data: ") > 1:  # the opening of a stream has no token yet
-                self._heard_s = now_s
-                self._tally.first_s.append(now_s - self._asked_s)
+            self._heard_s, self._num_events = 0.0, 0
+            self._heard(body, now_s)
             if self._seen.endswith(_LAST_CHUNK):
                 self._ended(200)
         elif len(body) >= _number(head, b"content-length"):
             self._tally.refused_s.append(now_s - self._asked_s)
             self._ended(status, _number(head, b"retry-after"))
+
+    def _heard(self, data: bytes, now_s: float) -> None:
+        """Note when tokens came: the first event of a stream opens it and has none, and comes at once."""
+        self._num_events += data.count(b"data: ")
+        if self._num_events < 2:
+            return
+        if self._heard_s:
+            self._tally.gaps_s.append(now_s - self._heard_s)
+        else:
+            self._tally.first_s.append(now_s - self._asked_s)
+        self._heard_s = now_s
 
     def hang_up(self) -> None:
         """No more."""
