@@ -15,7 +15,7 @@ from ds4.api.state import ServedModel
 from ds4.errors import RequestError
 from ds4.protocol.openai_chat import ChatRequest
 
-_CHAT: Final = frozenset(field.encode_name for field in msgspec.structs.fields(ChatRequest))
+_CHAT: Final = frozenset(ChatRequest.__struct_encode_fields__)
 _HOW_MANY: Final = frozenset({"n", "n_cmpl", "best_of"})
 _HARMLESS: Final = frozenset({"stream_options"})
 _raw_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -26,10 +26,10 @@ def extensions(body: bytes, own: type[msgspec.Struct], without_effect: Collectio
 
     Raises RequestError for those that can have no effect there. `body` was decoded as `own` before.
     """
-    known = {field.encode_name for field in msgspec.structs.fields(own)} | _HARMLESS
+    more = _CHAT.difference(own.__struct_encode_fields__, _HARMLESS)
     found: dict[str, Any] = {}
     for name, raw in _raw_fields.decode(body).items():
-        if name in known or name not in _CHAT:
+        if name not in more:
             continue
         value = msgspec.json.decode(raw)
         if value is None or (name in _HOW_MANY and value == 1):
