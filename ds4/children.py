@@ -23,9 +23,8 @@ FIRST_DELAY_S: Final = 0.1
 LONGEST_DELAY_S: Final = 10.0
 LONGEST_ONCE_READY_S: Final = 2.0  # the server has worked, and clients wait
 START_STALLED_S: Final = 60.0  # a disk may keep a load waiting, but hardly for so long without a single page
-MEMORY_KILL_S: Final = (
-    60.0  # for so long after the kernel killed for want of memory, that may be why others died
-)
+# For so long after the kernel killed for want of memory, that may be why others died.
+MEMORY_KILL_S: Final = 60.0
 HEALTHY_AFTER_S: Final = 10.0  # a child that lived this long starts again with the first delay
 
 _LOOKS: Final = 8  # within `start_stalled_s`

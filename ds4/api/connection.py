@@ -63,9 +63,8 @@ class BoundedConnection(HttpToolsProtocol):
             if self._num_bytes > MAX_HEAD_BYTES:
                 self._refuse(b"431 Request Header Fields Too Large", "its head is too large")
         elif self._num_bytes > _BODY_FACTOR * self.max_body_bytes + _BODY_SPARE_BYTES:
-            _log.warning(
-                "connection closed: its body does not end"
-            )  # answered long ago, where it was looked at
+            # Answered long ago, where it was looked at.
+            _log.warning("connection closed: its body does not end")
             self.transport.close()
 
     def _parse(self, data: bytes) -> None:

@@ -19,8 +19,8 @@ from ds4.errors import ConfigError
 
 FILE_NAME: Final = "control"
 PAGE_BYTES: Final = 4096
-# The order is the layout: only ever add at the end.
 _KILLED: Final = PAGE_BYTES // 8 - 1
+# The order is the layout: only ever add at the end.
 NAMES: Final = (
     "decode_coalesce_us",
     "batch_log",

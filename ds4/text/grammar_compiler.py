@@ -27,9 +27,8 @@ _LENGTH: Final = struct.Struct("<I")
 _START_S: Final = 60.0  # reading a large vocabulary on a busy machine
 _PATIENCE_S: Final = 20.0  # in the queue for the child, before a client is told to come back
 _LEAVE_S: Final = 0.2  # for an idle one to notice that its input is closed
-_REAP_S: Final = (
-    10.0  # for one that closed its output to be gone: why it ended decides what becomes of its work
-)
+# For one that closed its output to be gone: why it ended decides what becomes of its work.
+_REAP_S: Final = 10.0
 # Ended by somebody else, not by what it was given: worth another attempt.
 _BY_OTHERS: Final = (-signal.SIGKILL, -signal.SIGTERM)
 _STARTS: Final = 3
