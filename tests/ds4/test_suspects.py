@@ -87,6 +87,17 @@ def test_a_request_that_kills_the_worker_fails_alone_and_is_not_tried_again(tmp_
     run(scenario)
 
 
+def _holding(directory: Path, num_tokens: int = 1) -> ScriptedWorker:
+    """A worker that says what all say here, and no more than so many tokens of it until it is released."""
+    worker = ScriptedWorker(directory, _HASH, lambda request, prompt: _SAID)
+    worker.hold_after(num_tokens)
+    return worker.start()
+
+
+async def _has_requests(worker: ScriptedWorker, count: int) -> None:
+    await until(lambda: len(worker.requests) == count)
+
+
 def test_a_worker_that_somebody_kills_makes_nobody_a_suspect(tmp_path: Path) -> None:
     async def scenario() -> None:
         client = EngineClient(
@@ -94,8 +105,7 @@ def test_a_worker_that_somebody_kills_makes_nobody_a_suspect(tmp_path: Path) -> 
         )
         await client.start()
         page = ControlPage(tmp_path)
-        worker = ScriptedWorker(tmp_path, _HASH, lambda request, prompt: _SAID).start()
-        worker.hold_after(1)
+        worker = _holding(tmp_path)
         await client.ring.wait_attached()
         reading = [
             asyncio.ensure_future(_read_all(client.generate(GenerationRequest(max_tokens=100), [1, number])))
@@ -103,13 +113,10 @@ def test_a_worker_that_somebody_kills_makes_nobody_a_suspect(tmp_path: Path) -> 
         ]
         try:
             for num_held in (1, 1, 100):  # all at once again each time: nobody waits for a turn
-                held = worker
-                await until(lambda held=held: len(held.requests) == 3)  # type: ignore[misc]
+                await _has_requests(worker, 3)
                 worker.stop()
                 page.note_killed(os.getpid())  # these workers live in this process
-                worker = ScriptedWorker(tmp_path, _HASH, lambda request, prompt: _SAID)
-                worker.hold_after(num_held)
-                worker.start()
+                worker = _holding(tmp_path, num_held)
             assert await asyncio.gather(*reading) == [_SAID] * 3
             assert client.metrics.value("ds4_requests_quarantined_total") == 0
             assert client.metrics.value("ds4_resumed_streams_total") == 9
@@ -128,23 +135,16 @@ def test_whoever_had_its_turn_when_somebody_killed_the_worker_is_not_quarantined
         )
         await client.start()
         page = ControlPage(tmp_path)
-
-        def start_worker(pid: int) -> ScriptedWorker:
-            page.note_killed(pid)
-            made = ScriptedWorker(tmp_path, _HASH, lambda request, prompt: _SAID)
-            made.hold_after(1)
-            return made.start()
-
-        worker = start_worker(0)
+        worker = _holding(tmp_path)
         await client.ring.wait_attached()
         request = GenerationRequest(max_tokens=100)
         reading = asyncio.ensure_future(_read_all(client.generate(request, [1, 2])))
         try:
             for killed in (0, 0, os.getpid()):
-                held = worker
-                await until(lambda held=held: len(held.requests) == 1)  # type: ignore[misc]
+                await _has_requests(worker, 1)
                 worker.stop()
-                worker = start_worker(killed)
+                page.note_killed(killed)
+                worker = _holding(tmp_path)
             with pytest.raises(WorkerError, match="resumed too often") as caught:
                 await reading
             assert caught.value.code == ErrorCode.DEVICE
@@ -163,28 +163,21 @@ def test_who_is_new_at_a_crash_in_anothers_turn_is_not_cleared_by_it(tmp_path: P
     async def scenario() -> None:
         client = EngineClient(Settings(slots_per_front_end=8), tmp_path, tokenizer_hash=_HASH)
         await client.start()
-
-        def start_worker() -> ScriptedWorker:
-            made = ScriptedWorker(tmp_path, _HASH, lambda request, prompt: _SAID)
-            made.hold_after(1)
-            return made.start()
-
-        worker = start_worker()
+        worker = _holding(tmp_path)
         await client.ring.wait_attached()
         suspect = client.generate(GenerationRequest(max_tokens=100), [1, 2])
         reading = [asyncio.ensure_future(_read_all(suspect))]
         try:
             for _ in range(2):
-                held = worker
-                await until(lambda held=held: len(held.requests) == 1)  # type: ignore[misc]
+                await _has_requests(worker, 1)
                 worker.stop()
-                worker = start_worker()
-            await until(lambda: len(worker.requests) == 1)  # its turn
+                worker = _holding(tmp_path)
+            await _has_requests(worker, 1)  # its turn
             new = client.generate(GenerationRequest(max_tokens=100), [1, 3])
             reading.append(asyncio.ensure_future(_read_all(new)))
             await until(lambda: new.num_generated == 1)
             worker.stop()
-            worker = start_worker()
+            worker = _holding(tmp_path)
             worker.release()
             assert await asyncio.gather(*reading) == [_SAID] * 2
             assert [one._record.num_crashes for one in (suspect, new)] == [3, 1]
